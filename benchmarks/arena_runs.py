@@ -227,7 +227,7 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
 
     from saobp.training.dataset import find_pretraining_data
     from saobp.training.pretrain import pretrain
-    from saobp.transformers.layer_refinement import PER_HEAD, attached
+    from saobp.transformers.layer_refinement import PER_HEAD, named_refinements
 
     numbers = queue.claim_of(run) / "numbers.jsonl"
 
@@ -238,7 +238,7 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
             if state.global_step % 50 == 0:
                 own = [
                     (f"{layer}.{name}", parameter.detach().float().tolist())
-                    for layer, (_, module) in enumerate(attached(model))
+                    for layer, (_, module) in enumerate(named_refinements(model))
                     for name, parameter in module.named_parameters()
                     if name.endswith(PER_HEAD)
                 ]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from saobp.runs.machine import machine
 from saobp.training.head_records import strengths_of
 from saobp.transformers.apply import apply
-from saobp.transformers.layer_refinement import attached, strength_parameters
+from saobp.transformers.layer_refinement import named_refinements, strength_parameters
 
 METHODS = {
     "plain": None,
@@ -212,7 +212,7 @@ def held_out_loss(model: Any, blocks: Tensor) -> float:
 
 def numbers_per_head(model: Any) -> dict[str, Any]:
     """Trained numbers of heads by layer: ``strengths``, or ``log_scales`` b where scores are times e^b."""
-    layers = [own for _, own in attached(model)]
+    layers = [own for _, own in named_refinements(model)]
     if layers and layers[0].refinement.variants == ("temperature",):
         return {"log_scales": [own.variants["temperature"].head_bias.tolist() for own in layers]}
     return {"strengths": strengths_of(model)}

@@ -29,7 +29,7 @@ from saobp.training.batches import BatchShard, held_out_batches
 from saobp.training.dataset import PretrainingData, find_pretraining_data
 from saobp.training.objectives import MaskedLM
 from saobp.training.recipes import PretrainRecipe
-from saobp.transformers.layer_refinement import PER_HEAD, attached
+from saobp.transformers.layer_refinement import PER_HEAD, named_refinements
 
 STATISTICS = ("gtd", "attention_entropy", "sink_mass", "indirect_entropy")
 COUNTED_ROWS = 40_000
@@ -170,7 +170,7 @@ def numbers_per_head(model: PreTrainedModel) -> dict[str, Tensor]:
     """Strengths, temperatures and the like, by layer and name."""
     return {
         f"{layer}.{name}": parameter
-        for layer, (_, own) in enumerate(attached(model))
+        for layer, (_, own) in enumerate(named_refinements(model))
         for name, parameter in own.named_parameters()
         if name.endswith(PER_HEAD)
     }

@@ -28,6 +28,12 @@ SIMULATORS = Path(__file__).parents[1] / "tests" / "kernels"
 ENTRIES = ("saobp.kernels.fused", "saobp.kernels.call")
 """Where ``fused_attention`` is, now and in older trees."""
 HOPPER_LAUNCH = ("saobp.kernels.dispatch", "saobp.kernels.short_hopper_launch")
+THRESHOLDS = (
+    *("HOPPER_MIN_HEADS", "WHOLE_MIN_HEADS", "WHOLE_BACKWARD_MIN_HEADS"),
+    *("CAUSAL_MIN_HEADS", "CAUSAL_MIN_ENTRIES"),
+    *("HOPPER_FROM", "WHOLE_FROM", "WHOLE_BACKWARD_FROM", "CAUSAL_FROM", "CAUSAL_ENTRIES"),
+)
+"""Sizes from which kernels for Hopper are used, in this tree and under the names of older ones."""
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPES_AND_OPTIONS = (
     ("bfloat16", "plain"),
@@ -66,7 +72,7 @@ def calls() -> Iterator[dict[str, Any]]:
         yield {"length": length, "causal": causal, "factor": factor, "option": option, "dtype": "float32"}
     for dtype, (dim, option) in itertools.product(("bfloat16", "float16", "float32"), dims):
         yield {"length": 300, "factor": "elemmul", "dtype": dtype, "dim": dim, "option": option}
-    for causal, strength in itertools.product(ways, strengths):  # copy engine, two streams
+    for causal, strength in itertools.product(ways, strengths):  # TMA, two streams
         yield {"length": 8192, "causal": causal, "strength": strength, "heads": 4}
     for factor in ("high", "high-listing"):  # several spans of rows
         yield {"length": 20000, "causal": True, "factor": factor}
@@ -219,11 +225,9 @@ def make_attention(
     from saobp.refinement import Refinement
 
     if hopper:
-        found(HOPPER_LAUNCH, "HOPPER_FROM").HOPPER_FROM = 0
-        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_FROM = 0  # older trees do not look at these
-        found(HOPPER_LAUNCH, "HOPPER_FROM").WHOLE_BACKWARD_FROM = 0
-        found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_FROM = 0
-        found(HOPPER_LAUNCH, "HOPPER_FROM").CAUSAL_ENTRIES = 0
+        for module, name in itertools.product(HOPPER_LAUNCH, THRESHOLDS):
+            with contextlib.suppress(ModuleNotFoundError):
+                setattr(importlib.import_module(module), name, 0)
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("saobp.kernels.hopper.launch").multiprocessors = lambda _: 132
     lengths = (length, length // 2, 3) if option == "packed" else (length,)

@@ -71,11 +71,11 @@ def read_strength(
         return BoundedStrength(strength.to(device), bound)
     if not has_strength(refinement.factor):
         return BoundedStrength(torch.zeros(heads, device=device), bound)
-    kind = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     if isinstance(refinement.strength, float):
         # No copy from the host, so that a CUDA graph can capture it.
-        return BoundedStrength(torch.full((heads,), refinement.strength, dtype=kind, device=device), bound)
-    return BoundedStrength(refinement.layer_strengths(0, 1, heads).to(kind).to(device), bound)
+        return BoundedStrength(torch.full((heads,), refinement.strength, dtype=dtype, device=device), bound)
+    return BoundedStrength(refinement.layer_strengths(0, 1, heads).to(dtype).to(device), bound)
 
 
 def check_no_variants(refinement: Refinement) -> None:
@@ -98,10 +98,10 @@ def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
 
     Rotary positions leave queries and keys in single precision while values are in half.
     """
-    kind = states[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    device_type = states[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return states
-    half = torch.get_autocast_dtype(kind)
+    half = torch.get_autocast_dtype(device_type)
     return tuple(
         state.to(half) if state.is_floating_point() and state.dtype != torch.float64 else state
         for state in states
@@ -116,8 +116,8 @@ def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query, key and value must be [batch, heads, length, dim], not {_shapes(query, key, value)}"
         )
     if not (query.dtype == key.dtype == value.dtype and query.dtype in FLOATING):
-        kinds = f"{query.dtype}, {key.dtype} and {value.dtype}"
-        raise ValueError(f"query, key and value must share one floating-point type, not {kinds}")
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"query, key and value must share one floating-point type, not {dtypes}")
     if not query.device == key.device == value.device:
         where = f"{query.device}, {key.device} and {value.device}"
         raise ValueError(f"query, key and value must be on the same device, not {where}")
@@ -208,7 +208,7 @@ def read_attn_mask(
             f"attn_mask must be bool (True: attend) or floating point (added to scores), not {mask.dtype}"
         )
     fits = 2 <= mask.ndim <= 4 and all(
-        own in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1], strict=False)
+        mask_size in (1, size) for mask_size, size in zip(mask.shape[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(

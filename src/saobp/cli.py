@@ -62,8 +62,8 @@ app.command()(arena)
 app.add_typer(bench, name="bench")
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"saobp {__version__}")
         raise typer.Exit
 
@@ -72,7 +72,7 @@ def _tell_version(asked: bool) -> None:
 def main(
     version: Annotated[  # noqa: ARG001
         bool,
-        typer.Option("--version", help="Tell the version and end.", callback=_tell_version, is_eager=True),
+        typer.Option("--version", help="Tell the version and end.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Attention refined by belief propagation, and instruments for attention health."""

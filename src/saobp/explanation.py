@@ -62,25 +62,25 @@ def explain_model(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Model
         raise TypeError(
             f"a model's inputs are a mapping or a tensor of token ids, not {type(inputs).__name__}"
         )
-    found: list[LayerPath] = []
-    with watch(model, lambda call: found.append(_layer_path(call))):
+    paths: list[LayerPath] = []
+    with watch(model, lambda call: paths.append(_layer_path(call))):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
-    return ModelPaths(found)
+    return ModelPaths(paths)
 
 
 def _layer_path(call: AttentionCall) -> LayerPath:
     if not call.is_refined:
         return LayerPath(call.name, None, f"{call.implementation} attention: its rows are not refined")
-    route, why, masked = call.route()
-    if route == "step":
+    route = call.route()
+    if route.name == "step":
         keys = call.key.shape[-2]
         return LayerPath(
             call.name, None, f"fused decoding kernels: one row against the {keys} keys of a cache"
         )
-    if route == "map":
-        return LayerPath(call.name, None, f"reference path with the whole map: because {why}")
-    if masked is not None:
-        return LayerPath(call.name, masked, masked.reason)
+    if route.name == "reference":
+        return LayerPath(call.name, None, f"reference path with the whole map: because {route.reason}")
+    if route.path is not None:
+        return LayerPath(call.name, route.path, route.path.reason)
     refinement, strength = call.refinement()
     path = explain_call(
         call.query, call.key, call.value, refinement, attention_mask=call.mask, is_causal=call.is_causal,
@@ -102,7 +102,7 @@ def explain_call(first: Tensor, *others: Any, **options: Any) -> Path:
         return path
     from saobp.kernels.runtime.launcher import kernels_for
 
-    known = None if checked.strength.requires_grad else call.strongest
-    numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, known)
+    strongest = None if checked.strength.requires_grad else call.strongest
+    numbers = numbers_of(call.refinement, call.query[2], call.query[3], call.scale, call.dropout_p, strongest)
     spec = CallSpec.of(CallTensors(*states, checked.strength, checked.padding_mask), numbers)
     return path._replace(kernels=kernels_for(path.family, spec, *states))

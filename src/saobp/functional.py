@@ -88,20 +88,20 @@ def attention(
     count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
     key).
     """
-    given = checked_call(
+    checked = checked_call(
         query, key, value, refinement, attention_mask=attention_mask, attn_mask=attn_mask,
         is_causal=is_causal, dropout_p=dropout_p, scale=scale, backend=backend, strength=strength,
         padding_mask=padding_mask, sliding_window=sliding_window,
     )  # fmt: skip
-    query, key, value, refinement, strength, padding_mask, seen, bias, call = given
+    query, key, value, refinement, strength, padding_mask, seen, bias, call = checked
     warn_of_leak(refinement, is_causal)
-    path = choose_path(call)
+    path = select_path(call)
     if path.family == "masked":
         from saobp.kernels.masked.attention import masked_attention
 
         nodes = None if padding_mask is None else padding_mask[:, None]
         if seen is not None and attn_mask is not None:
-            nodes = nodes_of_mask(attn_mask, given)
+            nodes = nodes_of_mask(attn_mask, checked)
             attn_mask = four_dimensional(attn_mask)
         return masked_attention(
             query, key, value, refinement, strength, nodes=nodes, mask=attn_mask, window=call.window,
@@ -114,7 +114,7 @@ def attention(
             query, key, value, refinement, strength, strongest=call.strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
-    graph = given.graph()
+    graph = checked.graph()
     if path.name == "cpu inference":
         output = cpu_attention(query, key, value, refinement, strength, graph, scale=scale)
     elif path.name == "torch":
@@ -134,31 +134,31 @@ def attention(
 _nodes_of_masks = WeakTensorKeyDictionary()
 
 
-def nodes_of_mask(attn_mask: Tensor, given: CheckedCall) -> Tensor:
+def nodes_of_mask(attn_mask: Tensor, checked: CheckedCall) -> Tensor:
     """Tokens that are nodes under a caller's mask, bool ``[.., keys]``; raises if it is not symmetric."""
 
-    def find() -> Tensor:
-        senders = given.graph().senders
+    def compute() -> Tensor:
+        senders = checked.graph().senders
         assert senders is not None
         return senders.squeeze(-1)
 
-    if given.padding_mask is not None:
-        return find()
-    return remembered_nodes(attn_mask, (given.call.window, given.refinement.factor), find)
+    if checked.padding_mask is not None:
+        return compute()
+    return remembered_nodes(attn_mask, (checked.call.window, checked.refinement.factor), compute)
 
 
-def remembered_nodes(mask: Tensor, state: tuple[Any, ...], find: Callable[[], Tensor]) -> Tensor:
-    """``find()``, or what it gave for this mask before, if neither the mask nor ``state`` has changed.
+def remembered_nodes(mask: Tensor, state: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
+    """``compute()``, or its earlier result for this mask if neither the mask nor ``state`` has changed.
 
-    Layers share a mask, and to look at it on a GPU is to wait for it.
+    Layers share a mask, and reading it on a GPU needs a sync.
     """
     if torch.compiler.is_compiling() or mask.is_inference():
-        return find()
+        return compute()
     state = (mask._version, *state)
-    known = _nodes_of_masks.get(mask)
-    if known is None or known[0] != state:
-        known = _nodes_of_masks[mask] = (state, find())
-    nodes: Tensor = known[1]
+    cached = _nodes_of_masks.get(mask)
+    if cached is None or cached[0] != state:
+        cached = _nodes_of_masks[mask] = (state, compute())
+    nodes: Tensor = cached[1]
     return nodes
 
 
@@ -166,11 +166,11 @@ def attention_with_rows(
     query: Tensor, key: Tensor, value: Tensor, refinement: Refinement | str, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` by the reference, and the refined rows ``[batch, heads, queries, keys]``."""
-    given = checked_call(query, key, value, refinement, **options)
-    warn_of_leak(given.refinement, given.call.is_causal)
+    checked = checked_call(query, key, value, refinement, **options)
+    warn_of_leak(checked.refinement, checked.call.is_causal)
     output, rows, _ = reference_attention(
-        given.query, given.key, given.value, given.refinement, given.strength, given.graph(),
-        bias=given.bias, dropout_p=given.call.dropout_p, scale=given.call.scale,
+        checked.query, checked.key, checked.value, checked.refinement, checked.strength, checked.graph(),
+        bias=checked.bias, dropout_p=checked.call.dropout_p, scale=checked.call.scale,
     )  # fmt: skip
     return output, rows
 
@@ -244,7 +244,7 @@ def checked_call(
     return CheckedCall(query, key, value, refinement, strengths, real, seen, bias, call)
 
 
-def choose_path(call: Call) -> Path:
+def select_path(call: Call) -> Path:
     """The path of this call.
 
     Warns once on a fallback from the kernels; raises if backend='fused' and they do not support the call.

@@ -22,7 +22,7 @@ from saobp.arguments import (
     require_tensors,
     under_autocast,
 )
-from saobp.functional import attention, choose_path, warn_of_leak
+from saobp.functional import attention, select_path, warn_of_leak
 from saobp.kernels.calls import Backend, Call
 from saobp.refinement import Refinement
 
@@ -114,7 +114,7 @@ def attention_packed(
         q, k, v, refinement, strength, backend=backend,
         is_causal=is_causal, scale=scale, dropout_p=dropout_p, strongest=strongest, longest=longest,
     )  # fmt: skip
-    fused = choose_path(call).name == "fused"
+    fused = select_path(call).name == "fused"
     if not (fused and cu_seqlens.is_cuda):
         _check_values(cu_seqlens, max_seqlen, total)
     if fused:
@@ -163,8 +163,8 @@ def _check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, query: Tensor) ->
 def _check_values(cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> None:
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != total:
-        found = f"from {ends[0]} to {ends[-1]}"
-        raise ValueError(f"cu_seqlens must run from 0 to the {total} tokens of query, not {found}")
+        bounds = f"from {ends[0]} to {ends[-1]}"
+        raise ValueError(f"cu_seqlens must run from 0 to the {total} tokens of query, not {bounds}")
     lengths = [end - start for start, end in pairwise(ends)]
     if min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must not decrease, unlike {ends}")

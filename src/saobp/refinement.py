@@ -202,11 +202,11 @@ class Refinement:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Refinement:
         """Read the dict form stored in ``config.saobp``."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - names)
         if unknown:
             raise ValueError(
-                f"unknown refinement field {', '.join(unknown)}: the fields are {', '.join(sorted(known))}"
+                f"unknown refinement field {', '.join(unknown)}: the fields are {', '.join(sorted(names))}"
             )
         return cls(**values)
 
@@ -243,12 +243,12 @@ class Refinement:
             raise ValueError(
                 f"strength lists {len(self.strength)} layers but there are {layers} attention layers"
             )
-        own = self.strength[layer]
-        if isinstance(own, float):
-            return torch.full((heads,), own, dtype=torch.float64)
-        if len(own) != heads:
-            raise ValueError(f"strength lists {len(own)} heads for layer {layer} but it has {heads}")
-        return torch.tensor(own, dtype=torch.float64)
+        entry = self.strength[layer]
+        if isinstance(entry, float):
+            return torch.full((heads,), entry, dtype=torch.float64)
+        if len(entry) != heads:
+            raise ValueError(f"strength lists {len(entry)} heads for layer {layer} but it has {heads}")
+        return torch.tensor(entry, dtype=torch.float64)
 
 
 def _checked_variants(names: Any, factor: str) -> tuple[str, ...]:

@@ -134,13 +134,13 @@ class EntropyReg(Regularizer):
             raise ValueError(
                 "the attention calls carry no gradient: with gradient checkpointing, set use_reentrant=False"
             )
-        found = [
+        penalties = [
             checkpoint(
                 self._of_call, call.query, call.key, call, use_reentrant=False, preserve_rng_state=False
             )
             for call in calls
         ]
-        return self.weight * torch.stack(found).mean()
+        return self.weight * torch.stack(penalties).mean()
 
     def _of_call(self, query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
         """Mean over heads of one call's penalties. The map is recomputed in the backward pass, not stored."""
@@ -207,10 +207,10 @@ class EigenReg(Regularizer):
         self._models_seen[:] = [model]
         modules = [module for _, module in attention_modules(model)]
         self._modules_seen[:] = modules
-        for place, module in enumerate(modules):
-            if f"mean_{place}" not in self._buffers:
+        for index, module in enumerate(modules):
+            if f"mean_{index}" not in self._buffers:
                 with torch.no_grad():
-                    self.register_buffer(f"mean_{place}", self._moments(module)[0].clone())
+                    self.register_buffer(f"mean_{index}", self._moments(module)[0].clone())
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -221,8 +221,8 @@ class EigenReg(Regularizer):
     def penalty(self) -> Tensor:
         if not self._modules_seen:
             raise ValueError("there is no model to look at: call penalty() after watch(model)")
-        found = [self._of_module(place, module) for place, module in enumerate(self._modules_seen)]
-        return self.weight * torch.stack(found).mean()
+        penalties = [self._of_module(index, module) for index, module in enumerate(self._modules_seen)]
+        return self.weight * torch.stack(penalties).mean()
 
     def _of_module(self, place: int, module: nn.Module) -> Tensor:
         mean, square, held = self._moments(module)
@@ -260,15 +260,15 @@ def regularizer(name: str, **options: Any) -> Regularizer:
     name, *written = [part.strip() for part in name.split(",")]
     if name not in PENALTIES:
         raise ValueError(f"unknown regularizer {name!r}: choose one of {', '.join(PENALTIES)}")
-    known = inspect.signature(PENALTIES[name]).parameters
+    parameters = inspect.signature(PENALTIES[name]).parameters
     for part in written:
         option, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             raise ValueError(f"cannot read {part!r}: options are written name=value, as in weight=1e-4")
-        options[option] = _value(option, value, known[option].default) if option in known else value
+        options[option] = _value(option, value, parameters[option].default) if option in parameters else value
     for option in options:
-        if option not in known:
-            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(known)}")
+        if option not in parameters:
+            raise ValueError(f"{name} has no option {option!r}: it has {', '.join(parameters)}")
     return PENALTIES[name](**options)
 
 

@@ -76,17 +76,17 @@ def in_turn(
             repeats[name] = max(1, min(1000, int(budget * 1000 / turns / max(clock(call, 1), 1e-4))))
         except Exception as error:
             results[name] = Failure.of(error)
-    found: dict[str, list[float]] = {name: [] for name in repeats}
+    milliseconds: dict[str, list[float]] = {name: [] for name in repeats}
     for turn in range(turns):
         names = [name for name in calls if name in repeats]
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
             try:
-                found[name].append(clock(ready[name], repeats[name]))
+                milliseconds[name].append(clock(ready[name], repeats[name]))
             except Exception as error:
                 results[name] = Failure.of(error)
                 del repeats[name]
-    results.update({name: Timing(tuple(found[name])) for name in repeats})
+    results.update({name: Timing(tuple(milliseconds[name])) for name in repeats})
     return {name: results[name] for name in calls}
 
 

@@ -13,7 +13,7 @@ import saobp
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.training.objectives import MaskedLM, row_seeds
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 why = load_script("benchmarks/why_it_helps.py")
 OBJECTIVE = MaskedLM(VOCABULARY, 4, (0, 1, 2, 3, 4))
@@ -26,7 +26,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def strong_model() -> Any:
     model = saobp.apply(tiny_model("modernbert"), "high:learned+temperature")
-    for _, own in attached(model):
+    for _, own in named_refinements(model):
         own.strength_bias.data += torch.arange(len(own.strength_bias)) + 1.0
     return model
 
@@ -60,7 +60,7 @@ def test_numbers_per_head_are_set_to_zero_and_restored() -> None:
         "strength_bias": pytest.approx(found["all"], abs=1e-6),  # temperatures are still at their start
         "variants.temperature.head_bias": pytest.approx(0.0, abs=1e-6),
     }
-    assert len(found["heads"]) == len(found["layers"]) == len(list(attached(model)))
+    assert len(found["heads"]) == len(found["layers"]) == len(list(named_refinements(model)))
     assert any(abs(rise) > 1e-6 for heads in found["heads"] for rise in heads)
     for name, value in why.numbers_per_head(model).items():
         assert torch.equal(value, before[name])

@@ -1,6 +1,6 @@
 """Kernels in Gluon on a CPU, through Triton's interpreter, which knows nothing of Gluon by itself.
 
-Layouts are ignored; shared memory, barriers, the copy engine and the tensor cores are emulated in numpy, as
+Layouts are ignored; shared memory, barriers, TMA and the tensor cores are emulated in numpy, as
 late as allowed. Fetched tiles are NaN until they are waited for, and waiting for a fetch never started
 raises where a GPU would hang. Asynchronous products are computed when started and again when waited for, so
 that operands overwritten too early are detected. Threads run in lockstep: a missing barrier between them is
@@ -105,7 +105,7 @@ class Barriers:
 
 
 class TileMap:
-    """``[batch, heads, length, columns]`` as the copy engine sees it: tiles of so many rows of a head."""
+    """``[batch, heads, length, columns]`` as TMA sees it: tiles of so many rows of a head."""
 
     dtype = tl.float16
 

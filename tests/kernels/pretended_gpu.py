@@ -152,8 +152,8 @@ def _let_hopper_take_few_heads() -> None:
     from saobp.kernels import dispatch
     from saobp.kernels.hopper import launch
 
-    dispatch.HOPPER_FROM = dispatch.WHOLE_FROM = dispatch.WHOLE_BACKWARD_FROM = 0
-    dispatch.CAUSAL_FROM = dispatch.CAUSAL_ENTRIES = dispatch.SUMS_FROM = 0
+    dispatch.HOPPER_MIN_HEADS = dispatch.WHOLE_MIN_HEADS = dispatch.WHOLE_BACKWARD_MIN_HEADS = 0
+    dispatch.CAUSAL_MIN_HEADS = dispatch.CAUSAL_MIN_ENTRIES = dispatch.SUMS_MIN_HEADS = 0
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
 
 
@@ -331,7 +331,7 @@ CASES: dict[str, Callable[[list[Launched]], list[str]]] = {
     ),
     "causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 512, is_causal=True)
-        + compile_call(launched, "high", torch.bfloat16, 8192, heads=4, is_causal=True)  # by the copy engine
+        + compile_call(launched, "high", torch.bfloat16, 8192, heads=4, is_causal=True)  # by TMA
     ),
     "short causal": lambda launched: (
         compile_call(launched, "high", torch.bfloat16, 128, is_causal=True)

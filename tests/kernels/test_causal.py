@@ -32,7 +32,7 @@ def _by_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half types have own kernels for short calls, and a backward pass that stores gradients of scores
     (``test_causal_stored.py``); here they take the sweeps like the others."""
     monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
-    monkeypatch.setattr("saobp.kernels.dispatch.STORED_UP_TO", 0)
+    monkeypatch.setattr("saobp.kernels.dispatch.STORED_MAX_LENGTH", 0)
 
 
 def fused(inputs: AttentionInputs, refinement: Refinement, **options: object) -> Operation:

@@ -59,8 +59,8 @@ ASSEMBLY = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
     use_on_cpu(monkeypatch, causal_kernel=OnCpu(causal_forward.causal_hopper_forward, ASSEMBLY))
-    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
-    monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 0)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_HEADS", 0)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_ENTRIES", 0)
     return note_launches(monkeypatch)
 
 
@@ -84,7 +84,7 @@ def test_it_gives_what_three_sweeps_give(
     inputs = states(**sizes)
     found, saved = forward(inputs, **options)
     clear_plans()
-    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_HEADS", 1 << 60)
     expected, wanted = forward(inputs, **options)
     assert launched[0] == KERNEL
     assert launched.count("causal_output") == 1
@@ -150,7 +150,7 @@ def test_heads_with_rows_that_underflow(kind: Any, tokens: int, monkeypatch: pyt
     inputs = collapsed_inputs(inputs, 90.0 if GPU else 12.0, kind)
     found, saved = forward(inputs)
     clear_plans()
-    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_HEADS", 1 << 60)
     expected, wanted = forward(inputs)
     eps = torch.finfo(DTYPE).eps
     assert torch.isfinite(found).all()
@@ -168,8 +168,8 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert taken(good[:, :, :129])
     assert taken(good.to(torch.float16))
     assert not taken(good[:, :, :128]), "short kernels do"
-    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 5)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_HEADS", 5)
     assert not taken(good), "too few heads"
-    monkeypatch.setattr(dispatch, "CAUSAL_FROM", 0)
-    monkeypatch.setattr(dispatch, "CAUSAL_ENTRIES", 1 << 30)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_HEADS", 0)
+    monkeypatch.setattr(dispatch, "CAUSAL_MIN_ENTRIES", 1 << 30)
     assert not taken(good), "too little work"

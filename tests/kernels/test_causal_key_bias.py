@@ -47,7 +47,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param != "short":
         monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
     if request.param == "sweeps":
-        monkeypatch.setattr("saobp.kernels.dispatch.STORED_UP_TO", 0)
+        monkeypatch.setattr("saobp.kernels.dispatch.STORED_MAX_LENGTH", 0)
     launched = note_launches(monkeypatch)
     yield
     assert {FORWARD[request.param], BACKWARD[request.param]} <= set(launched)
@@ -83,7 +83,7 @@ def test_several_blocks_of_rows(refinement: Refinement, length: int, dtype: torc
 def test_several_spans(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of keys carried from span to span, down and up again."""
     monkeypatch.setattr("saobp.kernels.causal.launch.SPAN", 64)
-    monkeypatch.setattr("saobp.kernels.dispatch.STORED_UP_TO", 0)
+    monkeypatch.setattr("saobp.kernels.dispatch.STORED_MAX_LENGTH", 0)
     inputs = attention_inputs(2, 1, 150, 16, strength=0.7, padding="left", dtype=dtype, device=DEVICE)
     check(inputs, HIGH)
 
@@ -153,7 +153,7 @@ def test_heads_of_weak_strength(
 ) -> None:
     """Collapsed or not: what is left of gradients comes from weights that are rounded alike everywhere."""
     if not stored:
-        monkeypatch.setattr("saobp.kernels.dispatch.STORED_UP_TO", 0)
+        monkeypatch.setattr("saobp.kernels.dispatch.STORED_MAX_LENGTH", 0)
     inputs = attention_inputs(1, 1, 140, 16, strength=0.2, dtype=HALF, device=DEVICE)
     inputs = collapsed_inputs(inputs, gap, collapse) if gap else inputs
     check(inputs, Refinement("high-key-bias", 0.2), 0.2)

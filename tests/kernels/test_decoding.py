@@ -18,7 +18,7 @@ from saobp.kernels.calls import Call
 from saobp.kernels.decoding import hopper_step
 from saobp.kernels.decoding import launch as step_launch
 from saobp.kernels.decoding.launch import decoding_step
-from saobp.kernels.dispatch import step_obstacle
+from saobp.kernels.dispatch import decoding_obstacle
 from saobp.kernels.runtime import launcher
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import Attended, reference_attention
@@ -278,10 +278,10 @@ def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     obstacles: list[str | None] = []
 
     def obstacle(call: Call) -> str | None:
-        obstacles.append(step_obstacle(call._replace(backend="fused")))
+        obstacles.append(decoding_obstacle(call._replace(backend="fused")))
         return obstacles[-1]
 
-    monkeypatch.setattr(cached_attention, "step_obstacle", obstacle)
+    monkeypatch.setattr(cached_attention, "decoding_obstacle", obstacle)
     return obstacles
 
 
@@ -310,7 +310,7 @@ def test_a_model_decodes_as_it_reads(fused_steps: list[str | None], static: bool
 @needs_kernels
 def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        cached_attention, "step_obstacle", lambda call: step_obstacle(call._replace(backend="fused"))
+        cached_attention, "decoding_obstacle", lambda call: decoding_obstacle(call._replace(backend="fused"))
     )
     steps: list[int] = []
     plain = cached_attention.fused_step
@@ -352,5 +352,5 @@ def test_a_compiled_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_why_a_call_is_no_step(changes: dict, words: str | None) -> None:
     states = ((2, 4, 1, 16), (2, 4, 9, 16), (2, 4, 9, 16))
     call = Call(*states, torch.float16, "cuda", Refinement("high", 0.2), is_causal=True)
-    obstacle = step_obstacle(call._replace(**changes))
+    obstacle = decoding_obstacle(call._replace(**changes))
     assert obstacle is None if words is None else words in str(obstacle)

@@ -9,7 +9,7 @@ import saobp
 from saobp import Refinement
 from saobp.kernels.call_spec import CallSpec
 from saobp.kernels.calls import Call, KernelChoice, Path
-from saobp.kernels.dispatch import is_replayed, replayed, select, select_kernels
+from saobp.kernels.dispatch import for_cuda_graph, is_for_cuda_graph, select, select_kernels
 
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)
@@ -182,25 +182,25 @@ def spec(length: int, **options: object) -> CallSpec:
         (
             "long",
             spec(512),
-            {"weak": True, "careful": True, "joint_sums": True, "copy_engine": True, "split_axis": 0},
+            {"weak": True, "careful": True, "joint_sums": True, "tma": True, "split_axis": 0},
         ),
-        ("long", spec(448, bound=0.0), {"careful": True, "copy_engine": True}),
-        ("long", spec(449, bound=0.0), {"careful": True, "joint_sums": True, "copy_engine": True}),
+        ("long", spec(448, bound=0.0), {"careful": True, "tma": True}),
+        ("long", spec(449, bound=0.0), {"careful": True, "joint_sums": True, "tma": True}),
         (
             "long",
             spec(512, bound=0.0, dtype=torch.float16),
-            {"careful": True, "copy_engine": True, "split_axis": 0},
+            {"careful": True, "tma": True, "split_axis": 0},
         ),
         ("long", spec(512, receives=False, batch=1, sequences=1, heads=2), {"weak": True}),
         ("long", spec(512, dtype=torch.float32, receives=False), {}),
-        ("long", spec(512, dropout=0.1, receives=False), {"weak": True, "copy_engine": True}),
+        ("long", spec(512, dropout=0.1, receives=False), {"weak": True, "tma": True}),
         (
             "causal",
             spec(512),
-            {"weak": True, "careful": True, "hopper": True, "stored": True, "copy_engine": True},
+            {"weak": True, "careful": True, "hopper": True, "stored": True, "tma": True},
         ),
         ("causal", spec(512, bound=-0.2), {"careful": True, "hopper": True, "stored": True}),
-        ("causal", spec(2048), {"weak": True, "careful": True, "copy_engine": True}),
+        ("causal", spec(2048), {"weak": True, "careful": True, "tma": True}),
         ("causal", spec(512, bound=0.0, receives=2), {"careful": True, "stored": True}),
         ("elemmul", spec(512, receives=False, bound=0.0), {}),
     ],
@@ -216,18 +216,18 @@ def test_kernels_follow_from_the_call(
     assert not unknown.hopper
     assert not unknown.hopper_back
     assert not unknown.joint_sums
-    assert not unknown.copy_engine
+    assert not unknown.tma
 
 
 def test_graphs_of_two_threads_may_overlap() -> None:
     """The one that began first ends first."""
-    first, second = replayed(), replayed()
+    first, second = for_cuda_graph(), for_cuda_graph()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert is_replayed()
+    assert is_for_cuda_graph()
     second.__exit__(None, None, None)
-    assert not is_replayed()
-    with pytest.raises(KeyError), replayed():
+    assert not is_for_cuda_graph()
+    with pytest.raises(KeyError), for_cuda_graph():
         raise KeyError
-    assert not is_replayed()
+    assert not is_for_cuda_graph()

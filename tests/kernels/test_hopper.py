@@ -72,7 +72,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     backward = OnCpu(short_hopper_gradients.short_hopper_backward, {})
     use_on_cpu(monkeypatch, hopper_kernel=kernel, hopper_backward_kernel=backward)
     take_strengths_for_weak(monkeypatch)
-    monkeypatch.setattr(dispatch, "HOPPER_FROM", 0)
+    monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", 0)
     monkeypatch.setattr(hopper_launch, "HEADS_EACH", 2)
     clear_plans()
     yield note_launches(monkeypatch)
@@ -114,7 +114,7 @@ def test_it_gives_what_short_weak_gives(
     inputs = states(**sizes)
     found = forward(inputs, **options)
     clear_plans()
-    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", 1 << 60)
     expected = forward(inputs, **options)
     assert launched == ["short_hopper_forward", "short_weak_forward"]
     # Sums over rows may come in another order, which factors of keys show in their last digits.
@@ -142,7 +142,7 @@ def test_any_strength(factor: str, kind: Any, launched: list[str], monkeypatch: 
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
     strong = 5.0 if GPU else 1.5  # float16 has less range
     inputs = states(
         100 if kind == "padded" else 128,
@@ -191,13 +191,13 @@ def test_heads_computed_again_in_the_log_domain(
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
     sizes = CALLS[name][0]
     inputs = states(**(sizes | {"strength": (0.7, 1.5, 0.01, 0.3, 1.0)[: sizes.get("heads", 2)]}))
     inputs = collapsed_inputs(inputs, 3.0, "sink")
     outputs = []
     for heads in (0, 1 << 60):
-        monkeypatch.setattr(dispatch, "HOPPER_FROM", heads)
+        monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", heads)
         clear_plans()
         with torch.no_grad():
             outputs.append(
@@ -253,7 +253,7 @@ def test_gradients_are_those_of_the_general_kernel(
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 0 if weak else 1)
         monkeypatch.setattr(CallSpec, "may_underflow", not weak)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
     if again:
         every_head_underflows(short, monkeypatch)
     strengths = (0.7, 0.3, 1.2, 0.5, 0.1)[: sizes.get("heads", 2)]
@@ -262,7 +262,7 @@ def test_gradients_are_those_of_the_general_kernel(
     assert "short_hopper_backward" in launched
     assert ("short_careful_backward" in launched) is not weak
     clear_plans()
-    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", 1 << 60)
     expected = gradients(inputs, **options)
     assert launched.count("short_backward") == 1
     for got, wanted in zip(found, expected, strict=True):
@@ -280,7 +280,7 @@ def test_gradients_of_collapsed_heads(
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
     inputs = collapsed_inputs(states(128, strength=(0.2, 1.5)), gap, kind)
     refinement = Refinement(factor, "learned")
 
@@ -299,7 +299,7 @@ def test_gradients_where_the_square_of_an_inverse_normaliser_overflows(
     if not GPU:
         monkeypatch.setattr(CallSpec, "precise", 1)
         monkeypatch.setattr(CallSpec, "may_underflow", True)
-        monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
+        monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
     inputs = collapsed_inputs(states(128, strength=(0.38, 0.36)), 60.0, "sink")
     refinement = Refinement(factor, "learned")
 
@@ -329,11 +329,11 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert not serves(good[:, :1].expand(2, 2, 128, 64)), "a head that stands for two"
     assert not serves(good.repeat(1, 1, 1, 2)[..., 4:68]), "rows that begin elsewhere than at 16 bytes"
     assert not serves(good, capability=100), "another GPU"
-    monkeypatch.setattr(dispatch, "HOPPER_FROM", 5)
+    monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", 5)
     assert not serves(good), "too few heads"
-    with dispatch.replayed():
+    with dispatch.for_cuda_graph():
         assert not serves(good)
-        monkeypatch.setattr(dispatch, "WHOLE_FROM", 4)
+        monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 4)
         assert serves(good), "in a graph the host's time does not count"
     assert not serves(good)
 
@@ -342,12 +342,12 @@ def test_calls_for_a_graph_have_plans_of_their_own(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the backward pass too, which runs in a thread of its own."""
-    monkeypatch.setattr(dispatch, "HOPPER_FROM", 1 << 60)
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
+    monkeypatch.setattr(dispatch, "HOPPER_MIN_HEADS", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 0)
     inputs = states(128)
     bound = -math.expm1(-STRENGTH)
     launched_one_by_one = gradients(inputs, bound=bound)
-    with dispatch.replayed():
+    with dispatch.for_cuda_graph():
         found = gradients(inputs, bound=bound)
     assert launched == [
         "short_weak_forward",

@@ -50,9 +50,9 @@ pytestmark = skip_other_gpus
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
     use_on_cpu(monkeypatch, joint_sums_kernel=OnCpu(joint_sums.joint_sums, {}))
-    monkeypatch.setattr(dispatch, "SUMS_FROM", 0)
-    monkeypatch.setattr(dispatch, "SUMS_ABOVE", WHOLE)
-    monkeypatch.setattr(dispatch, "SUMS_TYPE", DTYPE)
+    monkeypatch.setattr(dispatch, "SUMS_MIN_HEADS", 0)
+    monkeypatch.setattr(dispatch, "SWEEPS_MAX_LENGTH", WHOLE)
+    monkeypatch.setattr(dispatch, "SUMS_DTYPE", DTYPE)
     clear_plans()
     yield note_launches(monkeypatch)
     clear_plans()
@@ -87,7 +87,7 @@ def test_it_gives_what_two_sweeps_give(
     assert launched[:2] == ["joint_sums", "refined_output"]
     clear_plans()
     launched.clear()
-    monkeypatch.setattr(dispatch, "SUMS_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "SUMS_MIN_HEADS", 1 << 60)
     expected, wanted = forward(inputs, **options)
     assert launched[:4] == ["row_sums", "column_messages", "key_weights", "refined_output"]
     eps = torch.finfo(DTYPE).eps
@@ -173,7 +173,7 @@ def test_what_it_cannot_take_is_left_to_the_sweeps(monkeypatch: pytest.MonkeyPat
     assert taken(good[:, :, :257])
     assert taken(good, receives=2)
     assert not taken(good[:, :, :256]), "whole_map does"
-    monkeypatch.setattr(dispatch, "SUMS_FROM", 5)
+    monkeypatch.setattr(dispatch, "SUMS_MIN_HEADS", 5)
     assert not taken(good), "too few heads"
 
 

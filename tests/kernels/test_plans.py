@@ -128,7 +128,7 @@ def test_plans_are_shared_by_calls_that_look_alike() -> None:
     for _ in range(2):
         for options in calls.values():
             call(options, "fused")
-    assert len(plans) == len(calls)  # alignment too: what is not aligned no copy engine can fetch
+    assert len(plans) == len(calls)  # alignment too: what is not aligned TMA cannot fetch
     query, key, value = (calls["plain"][name].requires_grad_() for name in ("query", "key", "value"))
     for _ in range(2):
         call({"query": query, "key": key, "value": value}, "fused").sum().backward()

@@ -175,7 +175,7 @@ def test_other_widths_and_lengths(dim: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "padded right", "bias"])
-def test_keys_fetched_by_the_copy_engine(name: str) -> None:
+def test_keys_fetched_by_tma(name: str) -> None:
     own, mask = [one.to(DEVICE) for one in states(dim=64, kind=torch.float16)], on_device(MASKS[name])
     _assert_same(sweep_rows(*own, mask, scale=0.2, first=FIRST), row_sums(*own, mask, scale=0.2, first=FIRST))
 

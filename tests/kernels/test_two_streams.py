@@ -39,7 +39,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Has every call cut in two, or none; what was planned before is forgotten."""
 
     def set_cut(wanted: bool) -> None:
-        monkeypatch.setattr(dispatch, "SPLIT_FROM", 0 if wanted else 1 << 62)
+        monkeypatch.setattr(dispatch, "SPLIT_MIN_ENTRIES", 0 if wanted else 1 << 62)
         clear_plans()
 
     return set_cut

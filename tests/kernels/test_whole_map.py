@@ -49,8 +49,8 @@ ASSEMBLY = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that plans were made for; the one for Hopper serves however few the heads are."""
     use_on_cpu(monkeypatch, whole_map_kernel=OnCpu(whole_map.whole_map_forward, ASSEMBLY))
-    monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 0)
+    monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 0)
     clear_plans()
     yield note_launches(monkeypatch)
     clear_plans()
@@ -70,7 +70,7 @@ def test_it_gives_what_three_sweeps_give(
     inputs = states(**sizes)
     found, saved = forward(inputs, **options)
     clear_plans()
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 1 << 60)
     expected, wanted = forward(inputs, **options)
     assert launched[0] == "whole_map_forward"
     assert launched.count("refined_output") == 1
@@ -82,7 +82,7 @@ def test_it_gives_what_three_sweeps_give(
 
 def test_gradients_with_dropout(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweeps go back, however many heads there are, and drop what the forward pass has dropped."""
-    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 0)
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_MIN_HEADS", 0)
     inputs = states(160, padding="left")
     numbers = (160, 0.125, 0.3, 1.0, 1, 0.0)
     seed = torch.tensor(7, device=DEVICE)
@@ -96,7 +96,7 @@ def test_gradients_with_dropout(launched: list[str], monkeypatch: pytest.MonkeyP
     assert {"whole_map_forward", "value_gradient"} <= set(launched)
     assert "whole_map_backward" not in launched
     clear_plans()
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 1 << 60)
     for got, wanted in zip(found, gradients(), strict=True):
         times = 16 if got.ndim > 1 else 64  # a strength's gradient is what is left of sums over all rows
         largest = float(wanted.abs().max())
@@ -154,7 +154,7 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert taken(good[:, :, :129])
     assert taken(good, receives=2)
     assert not taken(good[:, :, :128]), "short kernels do"
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 5)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 5)
     assert not taken(good), "too few heads"
 
 

@@ -45,9 +45,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that plans were made for; Hopper's serves however few the heads are."""
     kernel = OnCpu(whole_map_backward.whole_map_backward, {})
     use_on_cpu(monkeypatch, whole_map_backward_kernel=kernel)
-    monkeypatch.setattr(dispatch, "ANY_STRENGTH", DTYPE)
-    monkeypatch.setattr(dispatch, "WHOLE_FROM", 0 if GPU else 1 << 60)
-    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 0)
+    monkeypatch.setattr(dispatch, "ANY_STRENGTH_DTYPE", DTYPE)
+    monkeypatch.setattr(dispatch, "WHOLE_MIN_HEADS", 0 if GPU else 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_MIN_HEADS", 0)
     return note_launches(monkeypatch)
 
 
@@ -81,7 +81,7 @@ def test_it_gives_what_three_sweeps_give(
     found = gradients(inputs, **options)
     assert "whole_map_backward" in launched
     clear_plans()
-    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_MIN_HEADS", 1 << 60)
     expected = gradients(inputs, **options)
     assert launched.count("whole_map_backward") == 1
     for got, wanted in zip(found, expected, strict=True):
@@ -136,7 +136,7 @@ def test_heads_that_underflow_are_computed_again(
     found = gradients(inputs, **options)
     assert launched[-2:] == ["whole_map_backward", "careful_gradients"]
     clear_plans()
-    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 1 << 60)
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_MIN_HEADS", 1 << 60)
     expected = gradients(inputs, **options)
     for got, wanted in zip(found, expected, strict=True):
         largest = float(wanted.abs().max())
@@ -170,7 +170,7 @@ def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) 
     assert taken(good[:, :, :129])
     assert taken(good, receives=2)
     assert not taken(good, dropout=0.1)
-    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_FROM", 5)
+    monkeypatch.setattr(dispatch, "WHOLE_BACKWARD_MIN_HEADS", 5)
     assert not taken(good), "too few heads"
 
 

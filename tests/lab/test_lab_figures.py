@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from saobp.lab import EXPERIMENTS, get_scale
 from saobp.lab.axes import far_beyond
-from saobp.lab.figures import brief, curves, dots, progress
+from saobp.lab.figures import curves, dots, progress, three_digits
 from saobp.lab.method_style import STYLES
 from saobp.lab.result_page import Page
 
@@ -74,7 +74,7 @@ def test_rows_say_their_mean_or_that_there_is_none() -> None:
     ("value", "words"), [(299.82, "300"), (0.15637, "0.156"), (0.0, "0"), (11.0, "11.0"), (12345.6, "12,346")]
 )
 def test_numbers_beside_marks_are_short(value: float, words: str) -> None:
-    assert brief(value) == words
+    assert three_digits(value) == words
 
 
 def test_training_is_compared_in_pairs_and_the_far_method_is_named() -> None:

@@ -9,7 +9,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTextModel, CLIPVisionModel
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 peft = pytest.importorskip("peft")
 TARGETS = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"]}
@@ -68,7 +68,7 @@ def test_a_disabled_adapter_shows_the_base():
     assert (logits(model, batch) - expected).abs().max() > 1e-2
     with model.disable_adapter():
         torch.testing.assert_close(logits(model, batch), expected)
-        assert all((own() == 0.7).all() for _, own in attached(model))
+        assert all((own() == 0.7).all() for _, own in named_refinements(model))
 
 
 def test_an_adapted_decoder_generates():
@@ -136,7 +136,7 @@ def test_a_tower_of_a_refined_model_is_loaded_by_its_own_class(refinement, tmp_p
         torch.testing.assert_close(vision(pixels).pooler_output, expected[0])
         torch.testing.assert_close(text(ids).pooler_output, expected[1])
     whole = saobp.load(tmp_path, CLIPModel)
-    for (_, own), (_, other) in zip(attached(whole), attached(model), strict=True):
+    for (_, own), (_, other) in zip(named_refinements(whole), named_refinements(model), strict=True):
         assert torch.equal(own(), other())
     saobp.remove(whole)
     assert not any(hasattr(config, "saobp") for config in (whole.config, whole.config.vision_config))

@@ -10,7 +10,7 @@ from transformers import BertModel
 import saobp
 from saobp.testing.tiny_models import FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import attention_modules, strength_parameters
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 
 def logits(model, batch):
@@ -75,7 +75,7 @@ def test_auto_follows_the_number_of_parameters():
 def test_strengths_per_layer_and_head_reach_their_heads():
     per_head = [[0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.6, 0.7]]
     model = saobp.apply(tiny_model("distilbert"), saobp.Refinement("high", per_head))
-    values = [own() for _, own in attached(model)]
+    values = [own() for _, own in named_refinements(model)]
     torch.testing.assert_close(torch.stack(values), torch.tensor(per_head))
     assert model.config.saobp["strength"] == per_head
 
@@ -113,7 +113,7 @@ def test_learned_strengths_are_signed_parameters_that_start_as_softmax():
 def test_fixed_strengths_are_not_saved_and_keep_their_precision():
     model = saobp.apply(tiny_model("bert"), "high:0.2").to(torch.bfloat16)
     assert not any("saobp" in name for name in model.state_dict())
-    (_, first), _ = attached(model)
+    (_, first), _ = named_refinements(model)
     assert first().dtype == torch.float32
     assert first()[0] == torch.tensor(0.2)
     assert logits(model, tiny_batch()).dtype == torch.bfloat16
@@ -133,7 +133,7 @@ def test_copies_are_refined_and_can_be_restored(copied):
 
 def test_a_model_inside_another_class_is_found():
     model = saobp.apply(BertModel(tiny_model("bert").config), "high:0.5")
-    assert [name for name, _ in attached(model)] == [
+    assert [name for name, _ in named_refinements(model)] == [
         f"encoder.layer.{layer}.attention.self" for layer in (0, 1)
     ]
 

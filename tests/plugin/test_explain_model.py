@@ -53,7 +53,7 @@ def test_a_decoding_step_and_packed_texts():
 
 def test_a_decoding_step_by_the_kernels(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr("saobp.transformers.cached_attention.step_obstacle", lambda _: None)
+    monkeypatch.setattr("saobp.transformers.cached_attention.decoding_obstacle", lambda _: None)
     monkeypatch.setattr("saobp.kernels.dispatch.INTERPRETED", True)
     model, cache = saobp.apply(tiny_model("llama"), "high:0.7"), DynamicCache()
     with torch.no_grad():

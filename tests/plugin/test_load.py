@@ -18,7 +18,7 @@ from transformers import (
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 
 def logits(model, batch):
@@ -91,7 +91,7 @@ def test_a_loaded_decoder_generates(tmp_path):
     model = saobp.apply(tiny_model("llama"), saobp.Refinement("high", [[0.5] * 4, [0.1, 0.2, 0.3, 0.4]]))
     model.save_pretrained(tmp_path)
     loaded = saobp.load(tmp_path, AutoModelForCausalLM)
-    for (_, own), (_, expected) in zip(attached(loaded), attached(model), strict=True):
+    for (_, own), (_, expected) in zip(named_refinements(loaded), named_refinements(model), strict=True):
         assert torch.equal(own(), expected())
     ids = tiny_batch(batch=1)["input_ids"]
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}

@@ -23,7 +23,7 @@ from transformers.exporters.utils import decompose_prefill_decode
 import saobp
 from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_batch, tiny_model
 from saobp.transformers import strength_parameters
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -38,11 +38,11 @@ def logits(model, batch):
 def test_a_model_on_the_meta_device_starts_with_its_strengths(family, refinement, expected):
     with torch.device("meta"):
         model = saobp.apply(tiny_model(family), refinement)
-    assert all(own().is_meta for _, own in attached(model))
+    assert all(own().is_meta for _, own in named_refinements(model))
     with torch.no_grad():
         model.to_empty(device="cpu")
         model.init_weights()
-    for _, own in attached(model):
+    for _, own in named_refinements(model):
         assert torch.equal(own().detach(), torch.full((4,), expected))
 
 
@@ -61,7 +61,7 @@ def test_sharding_that_starts_on_the_meta_device(refinement, expected, tmp_path)
         fully_shard(model)
         model.to_empty(device="cpu")
         model.init_weights()
-        for _, own in attached(model):
+        for _, own in named_refinements(model):
             found = own().detach()
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
             assert torch.equal(found, torch.full((4,), expected))
@@ -71,7 +71,7 @@ def test_sharding_that_starts_on_the_meta_device(refinement, expected, tmp_path)
 
 def test_fixed_strengths_survive_to_empty_of_a_model_that_was_real():
     model = saobp.apply(tiny_model("bert"), "high:0.7").to_empty(device="cpu")
-    assert all(torch.equal(own(), torch.full((4,), 0.7)) for _, own in attached(model))
+    assert all(torch.equal(own(), torch.full((4,), 0.7)) for _, own in named_refinements(model))
 
 
 def test_another_implementation_is_noticed_once():

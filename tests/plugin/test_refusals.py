@@ -23,7 +23,7 @@ from transformers import (
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 SHAPE = {
     "vocab_size": 64,
@@ -130,7 +130,7 @@ def test_a_factor_without_a_causal_form_is_refused_by_apply():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match=r"Sinkhorn attention .* has no causal form"):
         saobp.apply(model, "sinkhorn")
-    assert not list(attached(model))
+    assert not list(named_refinements(model))
     saobp.apply(tiny_model("bert"), "sinkhorn")
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from transformers_source import SOURCE, ModelTester, mixins, refined
 
 from saobp.testing.tiny_models import DECODERS, FAMILIES, tiny_model
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +81,8 @@ def test_models_are_refined_when_they_are_built_and_loaded(family: str, tmp_path
             built.save_pretrained(tmp_path)
             for model in (built, kind.from_pretrained(tmp_path)):
                 assert model.config._attn_implementation == "saobp"
-                assert all((own() == 0.5).all() for _, own in attached(model))
-                assert any(True for _ in attached(model))
+                assert all((own() == 0.5).all() for _, own in named_refinements(model))
+                assert any(True for _ in named_refinements(model))
 
 
 if SOURCE:

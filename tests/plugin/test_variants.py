@@ -19,7 +19,7 @@ from saobp.testing.oracles import high, low, masked_softmax
 from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.transformers import record_attention, strength_parameters
 from saobp.transformers.capture import AttentionCall, watch
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 from saobp.transformers.projections import projection_weights
 from saobp.variants import KINDS
 
@@ -48,7 +48,7 @@ def batch() -> dict[str, Tensor]:
 def scatter_parameters(model: nn.Module) -> None:
     """Values that are not those of the start, different for every head."""
     random = torch.Generator().manual_seed(2)
-    for _, own in attached(model):
+    for _, own in named_refinements(model):
         for parameter in own.parameters():
             parameter.data += torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
 
@@ -135,9 +135,9 @@ def test_variant_is_its_definition(name: str, family: str, by_definition: dict[s
     by_definition["name"] = name
     by_definition["parameters"] = [
         {key.rpartition(".")[2]: value.detach() for key, value in own.named_parameters()}
-        for _, own in attached(refined)
+        for _, own in named_refinements(refined)
     ]
-    plain = looping(tiny(family), [module for module, _ in attached(refined)])
+    plain = looping(tiny(family), [module for module, _ in named_refinements(refined)])
     inputs, real = batch(), batch()["attention_mask"].bool()
     found, expected = refined(**inputs).logits[real], plain(**inputs).logits[real]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
@@ -168,7 +168,7 @@ def test_strengths_of_messages_are_their_definition(text: str, family: str) -> N
     model, refinement = saobp.apply(tiny(family), text), Refinement.parse(text)
     scatter_parameters(model)
     seen: list[Tensor] = []
-    layer = dict(attached(model))
+    layer = dict(named_refinements(model))
     (name, own), *_ = layer.items()
     module, (ids, mask) = model.get_submodule(name), batch().values()
     module.register_forward_pre_hook(
@@ -274,7 +274,7 @@ def test_strengths_by_distance_refuse_a_cache_without_positions() -> None:
 )
 def test_variants_start_at_or_near_plain_attention(name: str) -> None:
     plain, varied = tiny("modernbert"), saobp.apply(tiny("modernbert"), name)
-    for _, own in attached(varied):
+    for _, own in named_refinements(varied):
         for key, value in own.named_parameters():
             if key.endswith("gate_bias"):
                 assert value.sigmoid().min() > 0.95
@@ -286,11 +286,11 @@ def test_variants_start_at_or_near_plain_attention(name: str) -> None:
 @pytest.mark.parametrize("name", [*ON_PLAIN, "high:learned+qk-norm+gate", *OF_MESSAGES])
 def test_every_parameter_of_a_variant_learns(name: str) -> None:
     model = saobp.apply(tiny("modernbert").train(), name)
-    for _, own in attached(model):
+    for _, own in named_refinements(model):
         if own.refinement.is_learned:
             own.strength_bias.data += 0.5  # a gate on messages has a gradient once there are messages
     model(**batch()).logits.square().sum().backward()
-    for _, own in attached(model):
+    for _, own in named_refinements(model):
         for key, parameter in own.named_parameters():
             assert parameter.grad is not None, key
             assert parameter.grad.abs().max() > 0, key
@@ -352,7 +352,7 @@ def test_sigma_reparam_divides_projections_by_their_largest_singular_value(famil
         varied(**batch())  # an iteration each
     varied.eval()
     gains = torch.tensor([0.7, 1.3, 2.0], dtype=torch.float64)
-    for name, own in attached(varied):
+    for name, own in named_refinements(varied):
         own.variants["sigma-reparam"].gain_bias.copy_(gains)  # type: ignore[union-attr, operator]
         module = plain.get_submodule(name)
         for gain, weight in zip(gains, projection_weights(module), strict=True):
@@ -366,7 +366,7 @@ def test_sigma_reparam_divides_projections_by_their_largest_singular_value(famil
 @pytest.mark.parametrize("by", ["watch", "checkpointing"])
 def test_sigma_reparam_makes_one_iteration_per_training_step(by: str) -> None:
     def directions(model: Any) -> list[Tensor]:
-        return [own.variants["sigma-reparam"].directions for _, own in attached(model)]
+        return [own.variants["sigma-reparam"].directions for _, own in named_refinements(model)]
 
     plain, other = (saobp.apply(tiny("llama"), "sigma-reparam").train() for _ in range(2))
     plain(**batch()).logits.sum().backward()
@@ -388,7 +388,7 @@ def test_sigma_reparam_refuses_projections_with_biases() -> None:
 
 def test_numbers_per_head_are_learned_like_strengths() -> None:
     model = saobp.apply(tiny("modernbert"), "high:learned+temperature+gate")
-    assert len(strength_parameters(model)) == 2 * len(list(attached(model)))
+    assert len(strength_parameters(model)) == 2 * len(list(named_refinements(model)))
 
 
 def test_refinements_name_all_variants_that_exist() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import saobp
 from saobp.portable.hub_function import layer_refinement
 from saobp.testing.tiny_models import WINDOW, tiny_batch, tiny_model
-from saobp.transformers.attention_function import own_refinement
+from saobp.transformers.attention_function import resolve_refinement
 
 TOOL = Path(__file__).parents[2] / "tools" / "build_hub_kernel.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,11 +93,11 @@ def test_factors_without_a_strength_need_none(factor):
     module.config.saobp = {"factor": factor}
     assert layer_refinement(module).factor == factor
     query = torch.zeros(1, 4, 3, 8)
-    refinement, strength, _ = own_refinement(module, None, query, 3)
+    refinement, strength, _ = resolve_refinement(module, None, query, 3)
     assert refinement.factor == factor
     assert not strength.any()
     module.config.saobp = {"factor": "high"}
-    for read in (lambda: layer_refinement(module), lambda: own_refinement(module, None, query, 3)):
+    for read in (lambda: layer_refinement(module), lambda: resolve_refinement(module, None, query, 3)):
         with pytest.raises(ValueError, match="strength 'auto'"):
             read()
 

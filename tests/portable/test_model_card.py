@@ -12,7 +12,7 @@ import saobp
 from saobp.cli import app
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
-from saobp.portable.run_facts import facts_of, share_interval
+from saobp.portable.run_summary import share_interval, summarise_run
 from saobp.storage.manifest import check_manifest
 from saobp.testing.tiny_models import save_tiny_bert, save_tiny_gpt2, tiny_model
 from saobp.testing.tiny_training import small_recipe, train_small
@@ -83,7 +83,7 @@ def test_the_interval_of_a_share_is_wilsons():
     """Compared with the values of Wilson's formula for 90 of 100 and for all of 10."""
     assert share_interval(90.0, 100) == pytest.approx((82.5634, 94.4772), abs=1e-3)
     assert share_interval(100.0, 10) == pytest.approx((72.2467, 100.0), abs=1e-3)
-    assert facts_of({}, {}, {}).results == ()
+    assert summarise_run({}, {}, {}).results == ()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -26,7 +26,7 @@ from saobp.portable.code import CODE, FAMILIES
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.testing.tiny_training import small_tokenizer
 from saobp.transformers import strength_parameters
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 SCRIPT = Path(__file__).with_name("without_saobp.py")
 
@@ -218,7 +218,7 @@ def test_with_the_package_the_folder_runs_by_it(tmp_path):
     by_load = saobp.load(tmp_path / "model", AutoModelForMaskedLM)
     for loaded in (by_code, by_name, by_load):
         assert loaded.config._attn_implementation == "saobp"
-        assert len(list(attached(loaded))) == 2
+        assert len(list(named_refinements(loaded))) == 2
         with torch.no_grad():
             assert torch.equal(loaded(**tiny_batch()).logits, model(**tiny_batch()).logits)
     by_code.save_pretrained(tmp_path / "again")
@@ -226,7 +226,7 @@ def test_with_the_package_the_folder_runs_by_it(tmp_path):
     fixed = refined(tiny_model("gpt2"), "high:0.5")
     saobp.save(fixed, tmp_path / "fixed", portable=True)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fixed", trust_remote_code=True)
-    assert [own().tolist() for _, own in attached(loaded)] == [[0.5] * 4] * 2
+    assert [own().tolist() for _, own in named_refinements(loaded)] == [[0.5] * 4] * 2
 
 
 def test_another_head_of_the_family_loads_from_the_folder(tmp_path):

@@ -23,7 +23,7 @@ from tally import Soak
 from test_random_kills import timeless
 
 from saobp.cli import app
-from saobp.commands.streams import in_words
+from saobp.commands.streams import error_message
 from saobp.data.tasks import load_task
 from saobp.lab.synthetic_tasks import write_tasks
 from saobp.testing.tiny_models import save_tiny_bert
@@ -195,7 +195,7 @@ def outcome(reader: Reader, folder: Path) -> tuple[str, Any]:
                 found = ["refused", ""]
             except (ValueError, TypeError, OSError) as problem:
                 traceback.print_exc() if isinstance(problem, TypeError) else None
-                found = ["refused", in_words(problem)]
+                found = ["refused", error_message(problem)]
             answer.write_text(json.dumps(found))
 
     process = forked(read)

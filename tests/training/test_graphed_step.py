@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saobp.kernels.dispatch import is_replayed
+from saobp.kernels.dispatch import is_for_cuda_graph
 from saobp.runs.folder import RunFolder
 from saobp.testing.tiny_training import small_recipe, train_small
 from saobp.training import graphed_step
@@ -58,7 +58,7 @@ def test_kernels_are_chosen_for_graphs_where_a_graph_is_made() -> None:
     line, chosen = Line(), []
 
     def compute(batch: Batch) -> Tensor:
-        chosen.append(is_replayed())
+        chosen.append(is_for_cuda_graph())
         return line.compute(batch)
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
@@ -75,7 +75,7 @@ def test_a_captured_step_is_compared_with_kernels_that_are_launched() -> None:
     line, chosen = Line(), []
 
     def eager(batch: Batch) -> Tensor:
-        chosen.append(is_replayed())
+        chosen.append(is_for_cuda_graph())
         return line.compute(batch)
 
     step = GraphedStep(line.compute, line.parameters, print, line.capture, eager=eager)

@@ -154,7 +154,7 @@ def test_a_step_is_one_graph(family: str, refinement: str | None, precision: str
 
 
 def test_fused_operators_stay_in_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saobp.functional.choose_path", lambda *_, **__: Path("fused", None))
+    monkeypatch.setattr("saobp.functional.select_path", lambda *_, **__: Path("fused", None))
     model = small("bert", "high:0.2", dropout=0.0)
     ids, seeds = batch()
     torch._dynamo.reset()

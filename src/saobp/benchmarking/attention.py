@@ -72,10 +72,10 @@ def attention_speed(
             shape = max(1, rows // (heads * length)), heads, length, DIM
             for direction in _MAPS:
                 notify(f"{'causal' if causal else 'bidirectional'}, length {length}, {direction} ...")
-                found = _time_all(
+                results = _time_all(
                     shape, dtype, device, causal, direction, length in compiled, turns=turns, budget=budget
                 )
-                table.rows.append(_row(shape, causal, direction, found))
+                table.rows.append(_row(shape, causal, direction, results))
                 save(table)
     return table
 
@@ -263,14 +263,14 @@ FLASH = {"flash 3": "flash_attn_interface", "flash 4": "flash_attn.cute"}
 
 def flash_versions(causal: bool) -> dict[str, Attend]:
     """Plain attention by each version of FlashAttention that can be imported."""
-    found: dict[str, Attend] = {}
+    versions: dict[str, Attend] = {}
     for name, module in FLASH.items():
         try:
             function = importlib.import_module(module).flash_attn_func
         except (ImportError, AttributeError):
             continue
-        found[name] = partial(attend_flash, function, causal)
-    return found
+        versions[name] = partial(attend_flash, function, causal)
+    return versions
 
 
 def attend_flash(function: Callable[..., Any], causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

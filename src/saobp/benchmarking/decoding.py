@@ -18,7 +18,7 @@ from saobp.runs.machine import machine
 from saobp.timing import Call, Result, clock_of, in_turn
 from saobp.transformers.attention_function import saobp_attention
 from saobp.transformers.cache import MessageDynamicLayer
-from saobp.transformers.layer_refinement import ATTACHED, LayerRefinement, own_layer
+from saobp.transformers.layer_refinement import SUBMODULE, LayerRefinement, get_layer_refinement
 
 
 class Shape(NamedTuple):
@@ -79,8 +79,10 @@ def decoding_speed(
             calls["again"] = calls["sdpa"]
             for replayed in (False, True) if device == "cuda" else (False,):
                 notify(f"batch {batch}, {part}, {'CUDA graph' if replayed else 'launched from Python'} ...")
-                found = in_turn(calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed)
-                table.rows.append(_row(batch, part, replayed, found))
+                results = in_turn(
+                    calls, turns=turns, budget=budget, clock=clock_of(device), replayed=replayed
+                )
+                table.rows.append(_row(batch, part, replayed, results))
                 save(table)
     return table
 
@@ -115,7 +117,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
     layer: Any = DynamicLayer() if name == "sdpa" else MessageDynamicLayer()
     layer.lazy_initialization(step.key, step.value)
     past = step.keys.shape[2] - 1
-    old_keys, old_values = (one[:, :, :past].contiguous() for one in (step.keys, step.values))
+    old_keys, old_values = (cached[:, :, :past].contiguous() for cached in (step.keys, step.values))
     old_totals = step.totals[..., :past]
 
     def call() -> object:
@@ -132,7 +134,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
                 layer._align(past, 1, past + 1)
             if name == "sdpa":
                 return sdpa_attention_forward(module, step.query, keys, values, None, scaling=module.scaling)
-            own_layer(module).call.messages = layer  # type: ignore[union-attr]
+            get_layer_refinement(module).call.messages = layer  # type: ignore[union-attr]
             return saobp_attention(module, step.query, keys, values, step.mask, scaling=module.scaling)
 
     return call
@@ -148,8 +150,10 @@ def _layer(name: str, step: Step, shape: Shape) -> LlamaAttention:
     module = LlamaAttention(config, layer_idx=0).to(step.query.device).eval()
     if name != "sdpa":
         refinement = Refinement.parse(VERSIONS[name])
-        own = LayerRefinement(refinement, 0, 1, shape.heads, shape.heads * shape.dim, shape.dim, step.totals)
+        layer_refinement = LayerRefinement(
+            refinement, 0, 1, shape.heads, shape.heads * shape.dim, shape.dim, step.totals
+        )
         if refinement.is_learned:
-            own.strength_bias.data.copy_(torch.linspace(0.05, 4.0, shape.heads))
-        module.add_module(ATTACHED, own)
+            layer_refinement.strength_bias.data.copy_(torch.linspace(0.05, 4.0, shape.heads))
+        module.add_module(SUBMODULE, layer_refinement)
     return module

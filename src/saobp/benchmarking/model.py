@@ -33,7 +33,7 @@ REFINEMENTS = {
 """Version of a model to the refinement applied to it; ``original`` is Transformers' own SDPA attention."""
 
 
-def bert(kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY) -> Model:
+def bert(model_class: type[Model], size: Size, version: str, *, vocabulary: int = VOCABULARY) -> Model:
     """A BERT of a kind (a Transformers class) in evaluation mode, refined as its version says."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -43,7 +43,7 @@ def bert(kind: type[Model], size: Size, version: str, *, vocabulary: int = VOCAB
         num_attention_heads=size.heads,
         intermediate_size=size.ffn,
     )
-    model = kind(config).eval()
+    model = model_class(config).eval()
     model.set_attn_implementation("sdpa")
     refinement = REFINEMENTS[version]
     return model if refinement is None else apply(model, refinement)
@@ -90,9 +90,9 @@ def model_speed(
             torch._dynamo.reset()
             shape = training if stage == "training step" else inference
             calls, failed = _calls(stage, size, versions, shape, vocabulary, device, compiled, notify)
-            found = {**in_turn(calls, turns=turns, budget=budget, clock=clock_of(device)), **failed}
+            results = {**in_turn(calls, turns=turns, budget=budget, clock=clock_of(device)), **failed}
             for replayed in (False, True):
-                mine = {n: r for n, r in found.items() if n.endswith(" replayed") == replayed}
+                mine = {n: r for n, r in results.items() if n.endswith(" replayed") == replayed}
                 if mine:
                     table.rows.append(_row(stage, size, replayed, versions, mine))
             save(table)
@@ -142,14 +142,14 @@ def _calls(
 
 
 def _row(
-    stage: str, size: str, replayed: bool, versions: Sequence[str], found: dict[str, Result]
+    stage: str, size: str, replayed: bool, versions: Sequence[str], results: dict[str, Result]
 ) -> dict[str, Cell]:
-    found = {name.removesuffix(" replayed"): result for name, result in found.items()}
-    base = found.get("original")
+    results = {name.removesuffix(" replayed"): result for name, result in results.items()}
+    base = results.get("original")
     cells: dict[str, Cell] = {"stage": stage, "size": size, "CUDA graph": "yes" if replayed else "no"}
-    cells |= {version: milliseconds(found.get(version)) for version in versions}
-    cells |= {f"{v} / original": ratio(found.get(v), base) for v in versions if v != "original"}
-    return cells | {"spread %": spread(base), "again": ratio(found.get("again"), base)}
+    cells |= {version: milliseconds(results.get(version)) for version in versions}
+    cells |= {f"{v} / original": ratio(results.get(v), base) for v in versions if v != "original"}
+    return cells | {"spread %": spread(base), "again": ratio(results.get("again"), base)}
 
 
 def masked_batch(shape: tuple[int, int], vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
@@ -217,9 +217,9 @@ def cpu_inference(
             calls = {name: _forward(model, ids, mask) for name, model in models.items()}
             calls["again"] = calls["original"]
             clock = processor_clock if busy else wall_clock
-            found = in_turn(calls, turns=turns, budget=budget, clock=clock)
-            base = found["original"]
-            for name, result in found.items():
+            results = in_turn(calls, turns=turns, budget=budget, clock=clock)
+            base = results["original"]
+            for name, result in results.items():
                 table.rows.append(
                     {
                         "batch": batch,

@@ -121,24 +121,24 @@ def made_up_texts(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Pret
     random = np.random.default_rng(0)
     stores = {}
     for corpus in ("one", "two", "three"):
-        own = folder / corpus
-        own.mkdir(parents=True)
+        store = folder / corpus
+        store.mkdir(parents=True)
         sizes = 1 + random.geometric(1 / 400, 4 * recipe.batch_size)
         documents = np.concatenate([[0], np.cumsum(sizes)])
         tokens = random.integers(len(SPECIAL), len(tokenizer), documents[-1], dtype=np.uint16)
-        tokens.tofile(own / TOKENS)
-        np.save(own / DOCUMENTS, documents)
+        tokens.tofile(store / TOKENS)
+        np.save(store / DOCUMENTS, documents)
         description = StoreMetadata(
             FORMAT, "<u2", len(tokens), len(sizes), len(tokenizer), 0, "", corpus, "", "", ""
         )
-        stores[corpus] = TokenStore(own, description)
+        stores[corpus] = TokenStore(store, description)
     return Blocks(stores, length=recipe.length, seed=recipe.seed, prefix=prefix_of(tokenizer))
 
 
 def made_up_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """As many tokens as asked for, with the special ones first; speed does not depend on which words."""
     words = [*SPECIAL, *(f"w{number}" for number in range(vocabulary - len(SPECIAL)))]
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, "[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -233,7 +233,7 @@ def timed_trainer(
         args = arguments(recipe, Path(folder), "none")
         objective = objective_of(recipe.family, tokenizer, recipe.masked_share)
         texts = made_up_texts(Path(folder, "texts"), tokenizer, recipe)
-        own = PretrainTrainer(
+        inner = PretrainTrainer(
             model,
             args,
             recipe,
@@ -244,7 +244,7 @@ def timed_trainer(
             notify=print,
         )
         with loss_as_forward(model, objective, precision=recipe.precision, compiled=compiled):
-            yield TimedTrainer(own, watch)
+            yield TimedTrainer(inner, watch)
 
 
 def _their_trainer(

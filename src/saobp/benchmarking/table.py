@@ -98,7 +98,9 @@ class BenchmarkTable:
                             ha="center",
                             fontsize=7,
                         )
-            axis.set_title(", ".join(_in_words(name, value) for name, value in zip(by, panel, strict=True)))
+            axis.set_title(
+                ", ".join(_panel_title(name, value) for name, value in zip(by, panel, strict=True))
+            )
             axis.set_xlabel(x)
             axis.axhline(1.0, color="grey", linewidth=0.8)
             if len(series) > 1 and axis.get_legend_handles_labels()[0]:
@@ -114,7 +116,7 @@ class BenchmarkTable:
         return path
 
 
-def _in_words(column: str, value: str) -> str:
+def _panel_title(column: str, value: str) -> str:
     """A panel's value in words; a boolean or a number with its column name."""
     if value.isdecimal():
         return f"{column} {value}"

@@ -31,10 +31,10 @@ def _keep(table: BenchmarkTable, out: Path | None) -> None:
 
 def _show(tables: Sequence[BenchmarkTable], width: int, as_json: bool) -> None:
     if as_json:
-        print_json([asdict(own) for own in tables])
+        print_json([asdict(table) for table in tables])
         return
-    for own in tables:
-        own.show(Console(width=width))
+    for table in tables:
+        table.show(Console(width=width))
 
 
 def _require_cuda(instead: str = "saobp bench cpu") -> None:
@@ -118,10 +118,10 @@ def model(
 
     _require_cuda()
     known = {"sizes": tuple(PAPER_SIZES), "versions": tuple(REFINEMENTS), "stages": STAGES}
-    asked = {"sizes": sizes, "versions": versions, "stages": stages}
+    selections = {"sizes": sizes, "versions": versions, "stages": stages}
     if quick and not versions:
-        asked["versions"] = "original,high,learned"
-    chosen = {name: _chosen(name, asked[name], known[name]) for name in known}
+        selections["versions"] = "original,high,learned"
+    chosen = {name: _chosen(name, selections[name], known[name]) for name in known}
     table = model_speed(
         sizes=chosen["sizes"],
         versions=chosen["versions"],

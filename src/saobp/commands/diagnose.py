@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import AsJson, fail, print_json, print_note, stderr_console, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
@@ -92,7 +92,7 @@ def diagnose(
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
             )
-        import_own(imports)
+        import_user_code(imports)
         from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
         if text is not None and dataset is not None:
@@ -118,13 +118,13 @@ def diagnose(
 
 def _subjects(model: str, compare: Sequence[str]) -> list[tuple[str, str | None]]:
     """Models with the refinement to apply to each, or None. Raises before anything is measured."""
-    from saobp.commands.asked_refinement import asked_refinement
+    from saobp.commands.refinement_option import parse_refinement_option
     from saobp.metrics.diagnosis.loading import is_refinement
 
     subjects: list[tuple[str, str | None]] = [(model, None)]
     for other in compare:
         if is_refinement(other):
-            asked_refinement(other)
+            parse_refinement_option(other)
             subjects.append((model, other))
         else:
             checked_folder(other)
@@ -150,28 +150,28 @@ def _diagnoses(
     from saobp.portable.code import refinement_of
     from saobp.refinement import Refinement
 
-    own: Refinement | None = None
-    found: list[Diagnosis] = []
+    saved: Refinement | None = None
+    diagnoses: list[Diagnosis] = []
     explorer: dict[str, Any] | None = None
     statistics = [*(STATISTICS if full else SAMPLED), *([] if method == "sampled" else [CROSS_LAYER])]
     with ProgressBars(console) as bars:
         for name, refinement in subjects:
             subject = name if refinement is None else f"{name} with {refinement}"
             advance = _adding_up(bars.add(subject), len(texts))
-            asked = None if refinement is None else Refinement.parse(refinement)
-            loaded, tokenizer = load_model(name, asked)
-            if asked is None:
-                own = refinement_of(loaded)
-            elif own == asked:
+            requested = None if refinement is None else Refinement.parse(refinement)
+            loaded, tokenizer = load_model(name, requested)
+            if requested is None:
+                saved = refinement_of(loaded)
+            elif saved == requested:
                 print_note(
                     f"{name} has {refinement} already, so both tables are alike: name another by --compare"
                 )
-            elif asked.is_learned:
+            elif requested.is_learned:
                 print_note(
                     f"learned strengths start at 0, so {name} with {refinement} is the plain model: name a "
                     "strength, as in high:1"
                 )
-            found.append(
+            diagnoses.append(
                 measured(
                     loaded,
                     tokenizer,
@@ -185,9 +185,9 @@ def _diagnoses(
                     note=print_note,
                 )
             )
-            if len(found) == 1:
+            if len(diagnoses) == 1:
                 explorer = _explorer(console, loaded, tokenizer, texts, length, subject)
-    return found, explorer
+    return diagnoses, explorer
 
 
 def _adding_up(bar: ProgressBar, total: int) -> Callable[[float], None]:
@@ -238,12 +238,12 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
         heads = len(diagnosis.heads)
         words = f"{diagnosis.subject}: {heads} head{'s' if heads > 1 else ''}, {', '.join(counts)}"
         console.print(Text(words), soft_wrap=True)
-        known = [_in_words(kind, diagnosis.of_kind(kind)) for kind in KINDS if diagnosis.of_kind(kind)]
+        known = [_format_heads(kind, diagnosis.of_kind(kind)) for kind in KINDS if diagnosis.of_kind(kind)]
         if known:
             console.print(Text(f"known kinds (layer.head): {'; '.join(known)}"), soft_wrap=True)
 
 
-def _in_words(kind: Kind, heads: Sequence[HeadHealth]) -> str:
+def _format_heads(kind: Kind, heads: Sequence[HeadHealth]) -> str:
     """``3 induction 5.1, 6.0, 9.2``, the clearest heads first."""
     named = ", ".join(f"{head.layer}.{head.head}" for head in heads[:NAMED_HEADS])
     return f"{len(heads)} {kind} {named}" + (", …" if len(heads) > NAMED_HEADS else "")

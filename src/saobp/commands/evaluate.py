@@ -9,7 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.storage.model_folders import checked_folder
@@ -48,14 +48,14 @@ def evaluate(
 ) -> None:
     """Measure a language model: WikiText, BLiMP, and RACE-Middle and BoolQ zero-shot for decoders."""
     try:
-        import_own(imports)
+        import_user_code(imports)
         checked_folder(model)
-        from saobp.commands.asked_refinement import asked_refinement
         from saobp.commands.quiet_logs import quiet_transformers
+        from saobp.commands.refinement_option import parse_refinement_option
         from saobp.training.evaluation.run import KNOWN, MEASURED
         from saobp.training.evaluation.run import evaluate as run
 
-        asked = None if refinement is None else asked_refinement(refinement)
+        override = None if refinement is None else parse_refinement_option(refinement)
         quiet_transformers()
         if against is not None:
             from saobp.training.evaluation.blimp import read_items
@@ -68,28 +68,28 @@ def evaluate(
         else:
             chosen = KNOWN if task == "all" else tuple(name.strip() for name in task.split(","))
         with ProgressBars() as bars:
-            shown: dict[str, ProgressBar] = {}
+            shown_bars: dict[str, ProgressBar] = {}
 
             def advance(name: str, done: int, total: int) -> None:
-                if name not in shown:
-                    shown[name] = bars.add(name)
-                shown[name](done, total)
+                if name not in shown_bars:
+                    shown_bars[name] = bars.add(name)
+                shown_bars[name](done, total)
 
-            found = run(
-                model, chosen, data_dir=data_dir, folder=out, refinement=asked, harness=harness,
+            results = run(
+                model, chosen, data_dir=data_dir, folder=out, refinement=override, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
         compared = _compared(out, base) if against is not None and out is not None else None
     except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
-        print_json(found | ({} if compared is None else {"blimp_difference": compared}))
+        print_json(results | ({} if compared is None else {"blimp_difference": compared}))
     else:
-        stdout_console().print(_table(found))
+        stdout_console().print(_table(results))
         if compared is not None:
             apart = f"{compared['difference']:+.2f} ± {compared['error']:.2f} %"
             print_result(f"blimp: {apart} over {compared['pairs']:,} pairs in common")
-        for words in found["notes"]:
+        for words in results["notes"]:
             print_result(words)
     if out is not None:
         print_note(f"results are in {out}")
@@ -102,37 +102,37 @@ def _compared(out: Path, base: Any) -> dict[str, Any]:
     return difference(read_items(out), base)
 
 
-def _table(found_by_task: dict[str, Any]) -> Table:
+def _table(results: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    lines = _lines(found_by_task)
-    compared = ["harness"] if any("harness" in found for _, _, found, _ in lines) else []
+    rows = _rows(results)
+    compared = ["harness"] if any("harness" in result for _, _, result, _ in rows) else []
     for name in ("task", "measure", "value", "± error", "count", *compared):
         table.add_column(name, justify="left" if name in ("task", "measure") else "right", no_wrap=True)
-    for task, measure, found, unit in lines:
-        key = "perplexity" if "perplexity" in found else "accuracy"
-        error = f"{found['error']:.2f}" if "error" in found else ""
-        other = [f"{found['harness'][key]:.2f}" if "harness" in found else "" for _ in compared]
-        table.add_row(task, measure, f"{found[key]:.2f}", error, f"{found[unit]:,} {unit}", *other)
+    for task, measure, result, unit in rows:
+        key = "perplexity" if "perplexity" in result else "accuracy"
+        error = f"{result['error']:.2f}" if "error" in result else ""
+        other = [f"{result['harness'][key]:.2f}" if "harness" in result else "" for _ in compared]
+        table.add_row(task, measure, f"{result[key]:.2f}", error, f"{result[unit]:,} {unit}", *other)
     return table
 
 
-def _lines(results: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], str]]:
+def _rows(results: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], str]]:
     """Rows of the table: task, metric, values, sample size."""
-    lines = []
-    text = results.get("wikitext")
-    if text is not None and results["decoder"]:
-        lines.append(("wikitext", "causal perplexity", text, "tokens"))
-    elif text is not None:
-        lines += [
-            ("wikitext", f"{name} perplexity", text[name], "positions") for name in ("pseudo", "masked")
+    rows = []
+    wikitext = results.get("wikitext")
+    if wikitext is not None and results["decoder"]:
+        rows.append(("wikitext", "causal perplexity", wikitext, "tokens"))
+    elif wikitext is not None:
+        rows += [
+            ("wikitext", f"{name} perplexity", wikitext[name], "positions") for name in ("pseudo", "masked")
         ]
     if "race-middle" in results:
-        found = results["race-middle"]
-        lines.append(("race-middle", "last question", found, "questions"))
-        lines.append(("race-middle", "every question", found["every_question"], "questions"))
+        result = results["race-middle"]
+        rows.append(("race-middle", "last question", result, "questions"))
+        rows.append(("race-middle", "every question", result["every_question"], "questions"))
     if "blimp" in results:
-        lines.append(("blimp", "minimal pairs", results["blimp"], "questions"))
-        lines += [("", field, found, "questions") for field, found in results["blimp"]["fields"].items()]
+        rows.append(("blimp", "minimal pairs", results["blimp"], "questions"))
+        rows += [("", field, result, "questions") for field, result in results["blimp"]["fields"].items()]
     if "boolq" in results:
-        lines.append(("boolq", "accuracy", results["boolq"], "questions"))
-    return lines
+        rows.append(("boolq", "accuracy", results["boolq"], "questions"))
+    return rows

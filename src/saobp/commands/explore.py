@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, print_note, print_result
 from saobp.extras import MissingPackageError
 from saobp.storage.model_folders import checked_folder
@@ -34,15 +34,15 @@ def explore(
             checked_folder(model)
         elif not example:
             raise ValueError("name a model: saobp explore FOLDER, or saobp explore --example")
-        import_own(imports)
-        from saobp.commands.asked_refinement import asked_refinement
+        import_user_code(imports)
+        from saobp.commands.refinement_option import parse_refinement_option
         from saobp.metrics.diagnosis.loading import EXAMPLE, load_model
         from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
         from saobp.report.explorer import explorer_data
         from saobp.report.server import make_server
 
         name = EXAMPLE if model is None else model
-        loaded, tokenizer = load_model(name, asked_refinement(refinement) if refinement else None)
+        loaded, tokenizer = load_model(name, parse_refinement_option(refinement) if refinement else None)
         subject = name if refinement is None else f"{name} with {refinement}"
         server = make_server(
             lambda text: explorer_data(loaded, tokenizer, [text], max_tokens=length, subject=subject),

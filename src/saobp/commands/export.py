@@ -10,7 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def export(
         from saobp.export.folder import export as write
 
         check_request(out, to.value, int8=int8)
-        from saobp.commands.asked_refinement import asked_refinement
         from saobp.commands.quiet_logs import quiet_transformers
+        from saobp.commands.refinement_option import parse_refinement_option
         from saobp.export.token_model import load_token_model
 
-        import_own(imports)
-        asked = None if refinement is None else asked_refinement(refinement)
+        import_user_code(imports)
+        override = None if refinement is None else parse_refinement_option(refinement)
         quiet_transformers()
-        loaded = load_token_model(model, asked)
+        loaded = load_token_model(model, override)
         result = write(loaded, out, to.value, int8=int8, length=length)
     except (ValueError, OSError) as problem:
         fail(problem)
@@ -71,9 +71,9 @@ def show(result: Export, form: str) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("batch x tokens", "PyTorch", name, "times as fast"):
         table.add_column(column, justify="right")
-    for one in result.speeds:
-        shape = f"{one.batch} x {one.length}"
-        table.add_row(shape, f"{one.pytorch:.2f}", f"{one.exported:.2f}", f"{one.ratio:.2f}")
+    for speed in result.speeds:
+        shape = f"{speed.batch} x {speed.length}"
+        table.add_row(shape, f"{speed.pytorch:.2f}", f"{speed.exported:.2f}", f"{speed.ratio:.2f}")
     stdout_console().print(table)
     apart = result.difference
     print_result(

@@ -11,11 +11,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import (
     check_data_dir,
+    error_message,
     fail,
-    in_words,
     print_error,
     print_note,
     print_result,
@@ -59,19 +59,19 @@ def finetune(
     """Fine-tune a checkpoint on GLUE, SQuAD, HellaSwag or RACE-Middle, and score every epoch."""
     changes = {"epochs": epochs, "batch": batch, "rate": rate, "length": length, "compiled": compiled}
     try:
-        from saobp.commands.asked_refinement import asked_refinement
+        from saobp.commands.refinement_option import parse_refinement_option
         from saobp.data.tasks import choose_tasks
         from saobp.training.checkpoints import config_of
         from saobp.training.finetune import recipe_for
 
-        import_own(imports)
+        import_user_code(imports)
         checked_folder(model)
         specs = choose_tasks(task)
         check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
         numbers = parse_seeds(seeds)
         if refinement is not None:
-            asked_refinement(refinement)
+            parse_refinement_option(refinement)
         config_of(model)  # checked once, not per task
         if jobs > 1 and len(specs) > 1:
             options: dict[str, Any] = {
@@ -143,7 +143,7 @@ def _in_turn(
                     )
                 )  # fmt: skip
             except (ValueError, OSError) as problem:
-                print_error(f"{spec.name} failed: {in_words(problem)}")
+                print_error(f"{spec.name} failed: {error_message(problem)}")
     return found
 
 
@@ -193,8 +193,8 @@ def results_table(results: list[dict[str, Any]]) -> Table:
     for result in results:
         several = len(result["seeds"]) > 1
         cells = [
-            f"{one['mean']:.2f} ± {one['std']:.2f}" if several else f"{one['mean']:.2f}"
-            for one in (result["best"], result["last"])
+            f"{metrics['mean']:.2f} ± {metrics['std']:.2f}" if several else f"{metrics['mean']:.2f}"
+            for metrics in (result["best"], result["last"])
         ]
         mark = "partial data" if result["partial"] else ""
         table.add_row(result["task"], result["metric"], str(len(result["seeds"])), *cells, mark)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, has_options, print_note, print_result, stdout_console
 from saobp.runs.layout import RECIPE, RESULT
 
@@ -67,7 +67,7 @@ def pretrain(
     try:
         if out is None and not dry_run:
             raise ValueError("name a folder for the run by --out")
-        import_own(imports)
+        import_user_code(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
         if dry_run:
             stdout_console().print_json(json.dumps(resolved.to_dict()))
@@ -144,7 +144,7 @@ def _recipe(
     """The named recipe with command-line overrides."""
     from dataclasses import replace
 
-    from saobp.commands.asked_refinement import asked_refinement
+    from saobp.commands.refinement_option import parse_refinement_option
     from saobp.training.recipes import named_recipe, parse_override, with_steps
 
     resolved = named_recipe(name, family, size or ("tiny" if name == "tiny" else "mini"))
@@ -152,5 +152,5 @@ def _recipe(
         resolved = with_steps(resolved, steps)
     changes: dict[str, Any] = dict(parse_override(text) for text in overrides)
     changes |= {"seed": seed, "regularizer": regularizer, "corpus": corpus}
-    changes["refinement"] = None if refinement == "none" else asked_refinement(refinement)
+    changes["refinement"] = None if refinement == "none" else parse_refinement_option(refinement)
     return replace(resolved, **changes)

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, print_note, print_result, stdout_console
 from saobp.progress import ProgressBars
 
@@ -47,7 +47,7 @@ def quickstart(
 ) -> None:
     """Train a tiny model twice, plain and refined, diagnose both, and write a page to compare them."""
     try:
-        import_own(imports)
+        import_user_code(imports)
         page = run(refinement, sentence, out, steps=STEPS, seconds=SECONDS, portable=portable)
     except (ValueError, OSError) as problem:
         fail(problem)
@@ -65,20 +65,20 @@ def run(
     portable: bool = False,
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
-    from saobp.commands.asked_refinement import asked_refinement
     from saobp.commands.diagnose import show as show_heads
+    from saobp.commands.refinement_option import parse_refinement_option
     from saobp.quickstart import pipeline
     from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
-    asked = asked_refinement(refinement)
-    if asked.is_plain:
+    parsed = parse_refinement_option(refinement)
+    if parsed.is_plain:
         raise ValueError(
             "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
         )
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder by --out")
-    for name in ("text", "plain", asked.factor, "index.html"):
+    for name in ("text", "plain", parsed.factor, "index.html"):
         if (out / name).exists() and not (out / HELD_OUT).exists():
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
@@ -88,35 +88,36 @@ def run(
             bar = bars.add("learning a vocabulary, tokenising")
             texts = pipeline.prepare(paragraphs, new / "text", recipe.length, bar)
         sentences = pipeline.choose_sentences(texts.tokenizer, texts.held_out, sentence)
-        refined = replace(recipe, refinement=asked)
+        refined = replace(recipe, refinement=parsed)
         fitting = pipeline.fitting_steps(refined, texts, seconds)
         recipes = {"plain": pipeline.recipe_of(fitting)}
-        recipes[asked.factor] = replace(recipes["plain"], refinement=asked)
+        recipes[parsed.factor] = replace(recipes["plain"], refinement=parsed)
         runs = {name: new / name for name in recipes}
         ended: dict[str, Result] = {}
-        for name, own in recipes.items():
-            print_note(f"training {name}: {own.steps:,} steps of {own.batch_size} x {own.length} tokens")
+        for name, run_recipe in recipes.items():
+            shape = f"{run_recipe.batch_size} x {run_recipe.length}"
+            print_note(f"training {name}: {run_recipe.steps:,} steps of {shape} tokens")
             ended[name] = pretrain(
-                own,
+                run_recipe,
                 runs[name],
                 train=texts.train,
                 validation=texts.validation,
                 tokenizer=texts.tokenizer,
-                portable=portable and own.refinement is not None,
+                portable=portable and run_recipe.refinement is not None,
                 notify=print_note,
             )
         with ProgressBars() as bars:
             diagnoses = pipeline.diagnose_runs(runs, sentences, bars.add("looking at both"))
         has_page = True
         try:
-            pipeline.write_page(runs, ended, diagnoses, texts, asked, sentences[0], new / "index.html")
+            pipeline.write_page(runs, ended, diagnoses, texts, parsed, sentences[0], new / "index.html")
         except MissingPlotlyError as problem:
             has_page = False
             print_note(str(problem))
         (new / HELD_OUT).write_text("\n\n".join(texts.held_out) + "\n", encoding="utf-8")
     show_heads(stdout_console(), diagnoses)
     show_numbers(ended, diagnoses)
-    print_result(f"next: saobp explore {out / asked.factor / 'model'}")
+    print_result(f"next: saobp explore {out / parsed.factor / 'model'}")
     return out / "index.html" if has_page else None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from saobp.commands.own_code import Imports, import_own
+from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, print_result
 from saobp.extras import MissingPackageError
 from saobp.runs.layout import is_run, run_folders
@@ -53,7 +53,7 @@ def report(
         for folder in runs:
             if folder.is_dir() and not is_run(folder) and run_folders(folder) == [folder]:
                 raise ValueError(f"{str(folder)!r} holds no run and no diagnosis")
-        import_own(imports)
+        import_user_code(imports)
         page = (out or base) / "report.html" if (out or base).is_dir() else out or base
         if form is Format.html and page.exists() and not overwrite:
             raise ValueError(f"{page} is there: name another file by --out, or add --overwrite to replace it")
@@ -79,7 +79,7 @@ def _explore(runs: list[Path], sentences: list[str]) -> None:
     from saobp.report import explorer_data, write_explorer
     from saobp.runs.layout import MODEL, run_folders, seed_folders
 
-    for run in (own for folder in runs if folder.is_dir() for own in run_folders(folder)):
+    for run in (run_folder for folder in runs if folder.is_dir() for run_folder in run_folders(folder)):
         folders = [run / MODEL, *(seed / MODEL for seed in seed_folders(run))]
         saved = next((folder for folder in folders if folder.is_dir()), None)
         if saved is None:

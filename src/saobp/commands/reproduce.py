@@ -111,8 +111,8 @@ def reproduce(
             if own_stage is not None:
                 session.work_on(own_stage)
             else:
-                for one in stages:
-                    session.run(one, jobs)
+                for stage_name in stages:
+                    session.run(stage_name, jobs)
         if own_stage is None and "tabulate" in stages:
             print_result(f"results are in {folders.out}")
         if session.has_failed:  # reported when it happened
@@ -129,11 +129,11 @@ def reproduce(
 def _stages(text: str) -> list[str]:
     from saobp.lab.session import STAGES
 
-    asked = [part.strip() for part in text.split(",")]
-    unknown = [one for one in asked if one not in STAGES]
+    requested = [part.strip() for part in text.split(",")]
+    unknown = [stage for stage in requested if stage not in STAGES]
     if unknown:
         raise ValueError(f"unknown stage {unknown[0]!r}: choose from {', '.join(STAGES)}")
-    return [one for one in STAGES if one in asked]
+    return [stage for stage in STAGES if stage in requested]
 
 
 def _list(console: Console) -> None:
@@ -142,8 +142,8 @@ def _list(console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("target", "kind", "what"):
         table.add_column(name)
-    for one in EXPERIMENTS.values():
-        table.add_row(one.name, one.kind, one.title)
+    for experiment in EXPERIMENTS.values():
+        table.add_row(experiment.name, experiment.kind, experiment.title)
     console.print(table)
 
 
@@ -165,8 +165,8 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
         to_do += not run.is_finished
         table.add_row(model.name, state)
     console.print(table)
-    finetuning = sum(not is_finetuned(one, runs) for one in plan.finetune_runs())
-    measuring = sum(not is_measured(one, runs) for one in plan.measurements())
+    finetuning = sum(not is_finetuned(work, runs) for work in plan.finetune_runs())
+    measuring = sum(not is_measured(work, runs) for work in plan.measurements())
     summary = (
         f"{to_do} of {len(models)} models to pretrain, {finetuning} fine-tuning runs and {measuring} "
         f"measurements to do on {environment()['hardware']}. Stages: {', '.join(stages)}."

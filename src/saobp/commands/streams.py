@@ -57,11 +57,11 @@ def fail(problem: BaseException | str) -> NoReturn:
     """Print the error and end the command with exit code 1; in silence if nobody reads stdout."""
     if isinstance(problem, BrokenPipeError):
         raise problem  # typer ends the command
-    print_error(problem if isinstance(problem, str) else in_words(problem))
+    print_error(problem if isinstance(problem, str) else error_message(problem))
     raise typer.Exit(1) from None
 
 
-def in_words(problem: BaseException) -> str:
+def error_message(problem: BaseException) -> str:
     """An error as one sentence; of an OSError the system's message and the file, without its number."""
     if not isinstance(problem, OSError) or problem.strerror is None or problem.filename is None:
         return str(problem)

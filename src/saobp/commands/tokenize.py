@@ -67,5 +67,5 @@ def obtain_tokenizer(
     size = size_to_train(name)
     if size is not None:
         return trained_tokenizer(out, "bert", size, corpora, data_dir=data_dir, progress=progress)
-    found = named_tokenizer(name, out, data_dir)
-    return save_family_tokenizer(found, out, name) if name in ("bert", "gpt2") else found
+    tokenizer = named_tokenizer(name, out, data_dir)
+    return save_family_tokenizer(tokenizer, out, name) if name in ("bert", "gpt2") else tokenizer

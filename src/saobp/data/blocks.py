@@ -49,24 +49,24 @@ class Blocks(Dataset[dict[str, Tensor]]):
             raise ValueError(f"a split of blocks is {' or '.join(SPLITS)}, not {split!r}")
         if not 0 <= held_out <= 1:
             raise ValueError(f"held_out is a share from 0 to 1, not {held_out}")
-        own = length - (prefix is not None)
-        if own < 1:
+        text_length = length - (prefix is not None)
+        if text_length < 1:
             raise ValueError(f"a block of length {length} has no room for text")
         _check_together(stores)
         self.stores = dict(stores)
         self.length, self.seed, self.split, self.prefix = length, seed, split, prefix
         self.held_out = held_out
         self.epoch = 0
-        self._own = own
+        self._text_length = text_length
         self._streams = [
             _Stream(store, *_kept_documents(store, split, held_out)) for store in self.stores.values()
         ]
-        self._whole = np.array([stream.tokens // own for stream in self._streams])
+        self._whole = np.array([stream.tokens // text_length for stream in self._streams])
         for name, stream, blocks in zip(self.stores, self._streams, self._whole, strict=True):
             if blocks == 0 and (split == "train" or self._whole.sum() == 0):
                 raise ValueError(
-                    f"corpus {name} has {stream.tokens} tokens for {split}, fewer than one block of {own}: "
-                    "give more text, a shorter length, or another held_out"
+                    f"corpus {name} has {stream.tokens} tokens for {split}, fewer than one block of "
+                    f"{text_length}: give more text, a shorter length, or another held_out"
                 )
         self._shares = self._whole if split == "validation" else self._per_epoch(weights)
         self._bounds = np.concatenate([[0], np.cumsum(self._whole)[:-1]])
@@ -88,9 +88,9 @@ class Blocks(Dataset[dict[str, Tensor]]):
 
     def with_seed(self, seed: int) -> Blocks:
         """The same blocks in the order of another seed, without verifying the stores again."""
-        other = copy.copy(self)
-        other.seed, other._order = seed, None
-        return other
+        blocks = copy.copy(self)
+        blocks.seed, blocks._order = seed, None
+        return blocks
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; Accelerate's loaders call this."""
@@ -117,7 +117,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
         out = np.empty((len(numbers), self.length), dtype=np.int64)
         if self.prefix is not None:
             out[:, 0] = self.prefix
-        text = out[:, self.length - self._own :]
+        text = out[:, self.length - self._text_length :]
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
             drawn = self._ordered(int(epoch))[positions[rows]]
@@ -125,7 +125,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
             for index in np.unique(which):
                 mine = which == index
                 blocks = drawn[mine] - self._bounds[index]
-                text[rows[mine]] = self._streams[index].gather(blocks * self._own, self._own)
+                text[rows[mine]] = self._streams[index].gather(blocks * self._text_length, self._text_length)
         return {"input_ids": torch.from_numpy(out)}
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
@@ -157,17 +157,17 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return np.concatenate(passes)[start : start + share]
 
     def _per_epoch(self, weights: Mapping[str, float | None] | None) -> NDArray[np.int64]:
-        given = {name: weight for name, weight in (weights or {}).items() if weight is not None}
-        if not given:
+        weighted = {name: weight for name, weight in (weights or {}).items() if weight is not None}
+        if not weighted:
             return self._whole
-        if set(given) != set(self.stores):
+        if set(weighted) != set(self.stores):
             raise ValueError(
-                f"weights are for {', '.join(sorted(given))}, "
+                f"weights are for {', '.join(sorted(weighted))}, "
                 f"the corpora are {', '.join(sorted(self.stores))}"
             )
-        shares = np.array([given[name] for name in self.stores])
+        shares = np.array([weighted[name] for name in self.stores])
         if not np.all(np.isfinite(shares)) or np.any(shares <= 0):
-            raise ValueError(f"every corpus needs a weight above 0, not {given}")
+            raise ValueError(f"every corpus needs a weight above 0, not {weighted}")
         counts = np.maximum(1, np.rint(shares / shares.sum() * self._whole.sum()))
         return counts.astype(np.int64)
 
@@ -229,20 +229,20 @@ def _kept_documents(
     starts, ends = store.documents[:-1], store.documents[1:]
     wanted = held_out * store.metadata.tokens
     chosen = np.zeros(len(starts), dtype=bool)
-    taken = 0
+    held = 0
     for index in np.random.default_rng(_HOLDING_OUT).permutation(len(starts)):
-        if taken >= wanted:
+        if held >= wanted:
             break
-        if taken + ends[index] - starts[index] <= max(2 * wanted, 1) or held_out == 1:
+        if held + ends[index] - starts[index] <= max(2 * wanted, 1) or held_out == 1:
             chosen[index] = True
-            taken += int(ends[index] - starts[index])
-    if taken == 0 and wanted >= 1:
+            held += int(ends[index] - starts[index])
+    if held == 0 and wanted >= 1:
         cut = ends[-1] - min(int(wanted), int(ends[-1] - starts[-1]) // 2)
         if split == "validation":
             return np.array([cut]), ends[-1:]
         return starts, np.concatenate([ends[:-1], [cut]])
-    kept = chosen if split == "validation" else ~chosen
-    return starts[kept], ends[kept]
+    chosen_documents = chosen if split == "validation" else ~chosen
+    return starts[chosen_documents], ends[chosen_documents]
 
 
 def _check_together(stores: Mapping[str, TokenStore]) -> None:
@@ -250,9 +250,9 @@ def _check_together(stores: Mapping[str, TokenStore]) -> None:
         raise ValueError("there is no corpus to make blocks of")
     first, *others = stores
     for name in others:
-        one, other = stores[first].metadata, stores[name].metadata
-        if one.tokenizer_checksum != other.tokenizer_checksum:
+        expected, metadata = stores[first].metadata, stores[name].metadata
+        if expected.tokenizer_checksum != metadata.tokenizer_checksum:
             raise ValueError(
                 f"corpora {first} and {name} were made by different tokenizers (vocabularies of "
-                f"{one.vocabulary} and {other.vocabulary}): prepare both with the same one"
+                f"{expected.vocabulary} and {metadata.vocabulary}): prepare both with the same one"
             )

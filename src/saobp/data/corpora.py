@@ -71,13 +71,13 @@ class FileCorpus(Corpus):
     files: tuple[Path, ...]
 
     def documents(self) -> Iterator[str]:
-        found = False
+        has_text = False
         for file in self.files:
             read = _parquet_documents if _kind(file) == ".parquet" else text_documents
             for document in read(file):
-                found = True
+                has_text = True
                 yield document
-        if not found:
+        if not has_text:
             raise ValueError(f"corpus {self.name} holds no text: every document in its files is blank")
 
     @property
@@ -105,11 +105,11 @@ class HubCorpus(Corpus):
     size: int = 0
 
     def documents(self) -> Iterator[str]:
-        found = False
+        has_text = False
         for document in joined_articles(self._texts()):
-            found = True
+            has_text = True
             yield from cut_row(document)
-        if not found:
+        if not has_text:
             raise ValueError(f"dataset {self.name} holds no text: every row of column {COLUMN!r} is blank")
 
     def _texts(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ def open_corpus(name: str | Path, data_dir: str | Path | None = None, split: str
 
 def parse_mixture(text: str) -> dict[str, float | None]:
     """Read ``"a:0.5,b:0.5"`` into shares that sum to 1; ``"a,b"`` gives None: proportional to size."""
-    found: dict[str, float | None] = {}
+    weights: dict[str, float | None] = {}
     for part in (part.strip() for part in text.split(",")):
         name, colon, number = part.rpartition(":")
         weight: float | None = None
@@ -158,19 +158,19 @@ def parse_mixture(text: str) -> dict[str, float | None]:
         name = name if colon else part
         if not name:
             raise ValueError(f"the mixture {text!r} has an empty name: write 'a:0.5,b:0.5' or 'a,b'")
-        if name in found:
+        if name in weights:
             raise ValueError(f"the mixture {text!r} names {name!r} twice")
         if weight is not None and not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"the weight of {name!r} must be above 0, not {number}")
-        found[name] = weight
-    given = [weight for weight in found.values() if weight is not None]
-    if not given:
-        return found
-    if len(given) < len(found):
-        missing = ", ".join(name for name, weight in found.items() if weight is None)
+        weights[name] = weight
+    numbers = [weight for weight in weights.values() if weight is not None]
+    if not numbers:
+        return weights
+    if len(numbers) < len(weights):
+        missing = ", ".join(name for name, weight in weights.items() if weight is None)
         raise ValueError(f"the mixture {text!r} gives no weight for {missing}: weigh all corpora or none")
-    total = sum(given)
-    return {name: (weight or 0.0) / total for name, weight in found.items()}
+    total = sum(numbers)
+    return {name: (weight or 0.0) / total for name, weight in weights.items()}
 
 
 def joined_articles(rows: Iterable[str]) -> Iterator[str]:

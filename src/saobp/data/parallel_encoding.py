@@ -33,12 +33,12 @@ class EncodedGroup:
     size: int
 
 
-def processes_for(size: int, asked: int | None) -> int:
+def processes_for(size: int, requested: int | None) -> int:
     """Processes to tokenise ``size`` bytes: as asked, else by cores and size."""
-    if asked is not None:
-        if asked < 1:
-            raise ValueError(f"at least 1 process must tokenise, not {asked}")
-        return asked
+    if requested is not None:
+        if requested < 1:
+            raise ValueError(f"at least 1 process must tokenise, not {requested}")
+        return requested
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, size // WORTH_A_PROCESS))
 
@@ -49,9 +49,9 @@ def encode_in_parallel(
     """The tokens of the documents, group by group, in order."""
     groups = _groups(documents)
     if processes == 1:
-        own = word_encoder.CachedEncoder(tokenizer_json)
+        encoder = word_encoder.CachedEncoder(tokenizer_json)
         for group in groups:
-            yield EncodedGroup(*own.encode(group), sum(map(len, group)))
+            yield EncodedGroup(*encoder.encode(group), sum(map(len, group)))
         return
     with _WorkerPool(processes, tokenizer_json) as pool:
         waiting: deque[Future[EncodedGroup]] = deque()

@@ -52,10 +52,10 @@ def open_parquet(file: Path, column: str) -> Any:
     schema = opened.schema_arrow
     if column not in schema.names:
         raise ValueError(f"{file} has no column {column!r}; its columns are {', '.join(schema.names)}")
-    kind = schema.field(column).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise ValueError(f"column {column!r} in {file} holds {kind}, not text")
+    column_type = schema.field(column).type
+    column_type = column_type.value_type if pyarrow.types.is_dictionary(column_type) else column_type
+    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
+        raise ValueError(f"column {column!r} in {file} holds {column_type}, not text")
     if opened.metadata.num_rows == 0:
         raise ValueError(f"{file} is empty: its column {column!r} has 0 rows")
     return opened
@@ -71,15 +71,15 @@ def parquet_bytes(file: Path, column: str) -> int:
 
 def text_documents(file: Path) -> Iterator[str]:
     """A UTF-8 file as a document of paragraphs; only a very long file becomes several."""
-    kept: list[str] = []
+    lines: list[str] = []
     characters = 0
     for line in _lines(file):
         if characters >= LONGEST_DOCUMENT and (not line.strip() or characters >= 2 * LONGEST_DOCUMENT):
-            yield from _unless_blank(kept)
-            kept, characters = [], 0
-        kept.append(line)
+            yield from _unless_blank(lines)
+            lines, characters = [], 0
+        lines.append(line)
         characters += len(line)
-    yield from _unless_blank(kept)
+    yield from _unless_blank(lines)
 
 
 def cut_row(text: str) -> Iterator[str]:

@@ -90,11 +90,12 @@ class TokenStore:
             (DOCUMENTS, self.metadata.documents_checksum),
         ):
             with (self.folder / name).open("rb") as contents:
-                found = hashlib.file_digest(contents, "sha256").hexdigest()
-            if found != expected:
+                checksum = hashlib.file_digest(contents, "sha256").hexdigest()
+            if checksum != expected:
                 raise ValueError(
-                    f"{self.folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., "
-                    f"{METADATA} says {expected[:12]}...; delete {self.folder} and prepare it again"
+                    f"{self.folder / name} has changed since it was written: its SHA-256 is "
+                    f"{checksum[:12]}..., {METADATA} says {expected[:12]}...; delete {self.folder} and "
+                    "prepare it again"
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:

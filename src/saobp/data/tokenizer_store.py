@@ -69,13 +69,13 @@ def trained_tokenizer(
                 texts = Documents(tuple(opened.values()))
                 report = None if progress is None else progress(f"learning a vocabulary of {size:,}")
                 kind = "bpe" if tokenizer_family(family) == "gpt2" else "wordpiece"
-                found = train_vocabulary(texts, size, kind, progress=report)
-                _write(found, path, {name: corpus.checksum for name, corpus in opened.items()})
-    known = _origin(path).values()
-    other = [name for name, corpus in opened.items() if known and corpus.checksum not in known]
-    if other:
+                trained = train_vocabulary(texts, size, kind, progress=report)
+                _write(trained, path, {name: corpus.checksum for name, corpus in opened.items()})
+    recorded = _origin(path).values()
+    changed = [name for name, corpus in opened.items() if recorded and corpus.checksum not in recorded]
+    if changed:
         raise ValueError(
-            f"{path} was learned from other texts than {', '.join(other)} as they are now: use it all "
+            f"{path} was learned from other texts than {', '.join(changed)} as they are now: use it all "
             f"the same by --tokenizer {path}, or name another folder for the tokens"
         )
     return load_tokenizer(str(path))

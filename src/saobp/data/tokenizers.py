@@ -34,11 +34,11 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
         return _bert(local / BERT_FILE)
     if name == "gpt2" and local is not None and (local / GPT2_FILES[0]).exists():
         return _gpt2(local / GPT2_FILES[0], local / GPT2_FILES[1])
-    place = HUB_NAMES.get(str(name), str(name))
-    refused = None if Path(place).is_dir() or looks_local(place) else hub_problem(place)
+    source = HUB_NAMES.get(str(name), str(name))
+    refused = None if Path(source).is_dir() or looks_local(source) else hub_problem(source)
     if refused is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            tokenizer = AutoTokenizer.from_pretrained(source)
         except Exception as problem:
             refused = f"could not give it ({first_line(problem)})"
     if refused is not None:
@@ -113,11 +113,11 @@ def train_vocabulary(
 
 def _letters(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
     """The alphabet: normalised word characters of texts, most frequent first."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for text in texts:
-        found.update(text)
+        counts.update(text)
     inside: Counter[str] = Counter()
-    for character, times in found.items():
+    for character, times in counts.items():
         for letter in tokenizer.normalizer.normalize_str(character):
             word = f"a{letter}"
             if [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word)] == [word]:

@@ -70,7 +70,7 @@ class CachedEncoder:
     def _joined(self, parts: list[str]) -> Tokens:
         """Encode unseen parts in batches."""
         groups = [parts[first : first + PARTS_AT_ONCE] for first in range(0, len(parts), PARTS_AT_ONCE)]
-        tokens, counts = (np.concatenate(found) for found in zip(*map(self._as_one, groups), strict=True))
+        tokens, counts = (np.concatenate(arrays) for arrays in zip(*map(self._as_one, groups), strict=True))
         return tokens, counts
 
     def _as_one(self, parts: list[str]) -> Tokens:
@@ -85,10 +85,10 @@ class CachedEncoder:
         return np.delete(tokens, marks), np.diff(marks, prepend=-1, append=len(tokens)) - 1
 
     def _whole(self, texts: Sequence[str]) -> Tokens:
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = [one.ids for one in found]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
         counts = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-        flat = (token for one in ids for token in one)
+        flat = (token for encoding in ids for token in encoding)
         return np.fromiter(flat, dtype=np.uint32, count=int(counts.sum())), counts
 
 
@@ -210,11 +210,11 @@ def _with_room(array: NDArray, least: int) -> NDArray:
 def main() -> None:
     """Encode lists of texts from stdin until it ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    given, answers = sys.stdin.buffer, sys.stdout.buffer
-    encoder = CachedEncoder(pickle.load(given))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    encoder = CachedEncoder(pickle.load(requests))
     while True:
         try:
-            texts = pickle.load(given)
+            texts = pickle.load(requests)
         except EOFError:
             return
         try:

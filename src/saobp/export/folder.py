@@ -60,10 +60,10 @@ def difference(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -
     for rows, length in shapes:
         batch = model.batch(rows, length)
         real = batch[model.inputs.index("attention_mask")].bool()
-        for found, expected in zip(run(*batch), pytorch(model)(*batch), strict=True):
+        for actual, expected in zip(run(*batch), pytorch(model)(*batch), strict=True):
             if expected.shape[:2] == real.shape:
-                found, expected = found[real], expected[real]
-            apart = (found - expected).abs().max()
+                actual, expected = actual[real], expected[real]
+            apart = (actual - expected).abs().max()
             absolute = max(absolute, float(apart.nan_to_num(nan=float("inf"))))
             largest = max(largest, float(expected.abs().max()))
     return Difference(absolute, largest)
@@ -71,7 +71,7 @@ def difference(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -
 
 def speeds(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -> list[Speed]:
     """Median times without padding, both in turn."""
-    found = []
+    results = []
     for rows, length in shapes:
         batch = model.batch(rows, length, padding=False)
         calls: dict[str, Any] = {
@@ -82,8 +82,8 @@ def speeds(model: TokenModel, run: Run, shapes: Sequence[tuple[int, int]]) -> li
         ours, theirs = timed["pytorch"], timed["exported"]
         assert isinstance(ours, Timing)
         assert isinstance(theirs, Timing)
-        found.append(Speed(rows, length, ours.median, theirs.median, ours.over(theirs)))
-    return found
+        results.append(Speed(rows, length, ours.median, theirs.median, ours.over(theirs)))
+    return results
 
 
 def pytorch(model: TokenModel) -> Run:
@@ -92,8 +92,8 @@ def pytorch(model: TokenModel) -> Run:
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode():
-            found: tuple[Tensor, ...] = forward(*tensors)
-        return found
+            outputs: tuple[Tensor, ...] = forward(*tensors)
+        return outputs
 
     return run
 
@@ -152,18 +152,18 @@ def export(
             run = write_exported(program, file)
         # A single token, a sentence, and a padded batch at another length than the traced one.
         shapes = [(1, 1), (1, min(16, model.longest)), (4, min(40, model.longest))]
-        found = difference(model, run, shapes)
-        if not int8 and not found.is_within_tolerance:
+        largest_difference = difference(model, run, shapes)
+        if not int8 and not largest_difference.is_within_tolerance:
             raise ValueError(
-                f"the export's numbers are apart from PyTorch's by {found.absolute:.2g}, more than "
-                f"{TOLERANCE:g} of the largest ({found.largest:.3g}): nothing was written"
+                f"the export's numbers are apart from PyTorch's by {largest_difference.absolute:.2g}, more "
+                f"than {TOLERANCE:g} of the largest ({largest_difference.largest:.3g}): nothing was written"
             )
         timed = speeds(model, run, [(rows, length) for rows in batches])
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         model.model.config.save_pretrained(folder)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        result = Export(out / file.name, size, found, timed, threads)
+        result = Export(out / file.name, size, largest_difference, timed, threads)
         write_atomically(folder / RECORD, json.dumps(record(model, form, int8, result), indent=1) + "\n")
     return result
 
@@ -180,6 +180,6 @@ def record(model: TokenModel, form: str, int8: bool, result: Export) -> dict[str
         "longest": model.longest,
         "largest difference from PyTorch": result.difference.absolute,
         "threads": result.threads,
-        "milliseconds": [asdict(one) for one in result.speeds],
+        "milliseconds": [asdict(speed) for speed in result.speeds],
         "versions": {"saobp": __version__, "torch": torch.__version__},
     }

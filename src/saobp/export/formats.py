@@ -54,8 +54,8 @@ def write_exported(program: ExportedProgram, path: Path) -> Run:
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            found: tuple[Tensor, ...] = module(*tensors)
-        return found
+            outputs: tuple[Tensor, ...] = module(*tensors)
+        return outputs
 
     return run
 
@@ -71,7 +71,7 @@ def write_executorch(program: ExportedProgram, path: Path) -> Run:
         method = runtime.load_program(path).load_method("forward")
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(found.clone() for found in method.execute(list(tensors)))
+        return tuple(output.clone() for output in method.execute(list(tensors)))
 
     return run
 
@@ -94,11 +94,11 @@ def open_onnx(path: Path, threads: int) -> Run:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [node.name for node in session.get_inputs()]
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return tuple(torch.from_numpy(found) for found in session.run(None, given))
+        feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return tuple(torch.from_numpy(output) for output in session.run(None, feed))
 
     return run
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import has_tokenizer, intact_folder
-from saobp.transformers.apply import refined_as_asked
+from saobp.transformers.apply import override_refinement
 from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load import saved_class
 from saobp.transformers.load_errors import clear_load_errors
@@ -53,12 +53,12 @@ class TokenModel:
         mask = torch.ones_like(tokens)
         for row in range(rows if padding else 0):
             mask[row, max(2, length - row) :] = 0
-        given = {
+        encoded = {
             "input_ids": tokens,
             "attention_mask": mask,
             "token_type_ids": torch.zeros_like(tokens),
         }
-        return tuple(given[name] for name in self.inputs)
+        return tuple(encoded[name] for name in self.inputs)
 
 
 class Forward(nn.Module):
@@ -82,11 +82,11 @@ def load_token_model(name: str, refinement: Refinement | None = None) -> TokenMo
     ``refinement`` overrides the one that it was saved with; the factor ``none`` removes it.
     Raises on what cannot be exported.
     """
-    place = intact_folder(name)
-    with clear_load_errors(place, "a model"):
-        model: Any = saved_class(AutoConfig.from_pretrained(place), place).from_pretrained(place)
-        tokenizer: Any = AutoTokenizer.from_pretrained(place) if has_tokenizer(place) else None
-    return token_model(refined_as_asked(model, refinement), tokenizer, name)
+    folder = intact_folder(name)
+    with clear_load_errors(folder, "a model"):
+        model: Any = saved_class(AutoConfig.from_pretrained(folder), folder).from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
+    return token_model(override_refinement(model, refinement), tokenizer, name)
 
 
 def token_model(model: PreTrainedModel, tokenizer: Any = None, name: str = "the model") -> TokenModel:

@@ -54,8 +54,8 @@ def pointers(tensors: tuple[Any, ...]) -> list[Tensor]:
 
 
 def layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cache key of CallTensors: shapes, strides, types, devices, and whether states are aligned to 16 bytes, as the
-    copy engine requires."""
+    """Cache key of CallTensors: shapes, strides, types, devices, and whether states are aligned to 16 bytes, as TMA
+    requires."""
     query, key, value, strength, mask, cu, seed = tensors
     return (
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15,

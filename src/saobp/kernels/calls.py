@@ -79,7 +79,7 @@ class KernelChoice(NamedTuple):
     hopper_back: the same backward
     joint_sums:  row and key sums in one kernel written for Hopper
     stored:      the backward pass stores the gradients of scores
-    copy_engine: tiles are fetched by the GPU's copy engine (TMA)
+    tma: tiles are fetched by TMA (Hopper's tensor memory accelerator)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """
 
@@ -89,7 +89,7 @@ class KernelChoice(NamedTuple):
     hopper_back: bool = False
     joint_sums: bool = False
     stored: bool = False
-    copy_engine: bool = False
+    tma: bool = False
     split_axis: int | None = None
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class KernelChoice(NamedTuple):
         words = ["bfloat16 polynomials" if self.weak else "exponentials"]
         words += ["log domain where rows may underflow"] * self.careful
         words += ["Hopper kernel"] * (self.hopper or self.hopper_back or self.joint_sums)
-        words += ["copy engine"] * self.copy_engine
+        words += ["TMA"] * self.tma
         return ", ".join(words + ["two streams"] * (self.split_axis is not None))
 
 

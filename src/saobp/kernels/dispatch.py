@@ -35,7 +35,7 @@ def select(call: Call) -> Path:
         return Path("reference", call)
     obstacle: str | None = f"the tensors are on {call.device}, not on a CUDA GPU"
     if call.backend == "fused" or call.device == "cuda":
-        obstacle = unsupported(call)
+        obstacle = fused_obstacle(call)
         if obstacle is None:
             longest = call.query[2] if call.longest is None else call.longest
             kernels = family(call.refinement, call.is_causal, longest, call.query[3], call.dtype)
@@ -54,7 +54,7 @@ def select(call: Call) -> Path:
     return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
 
 
-def unsupported(call: Call) -> str | None:
+def fused_obstacle(call: Call) -> str | None:
     """Why the kernels do not support this call, in words that fit behind 'because'; None if they do."""
     query, key, value, dtype, device, refinement = call[:6]
     factor = refinement.factor
@@ -127,7 +127,7 @@ def _masked_obstacle(call: Call) -> str | None:
     return None
 
 
-def step_obstacle(call: Call) -> str | None:
+def decoding_obstacle(call: Call) -> str | None:
     """Why the kernels do not do a decoding step, one row against a cache; None if they do."""
     query, key, value, dtype, device, refinement = call[:6]
     if not TRITON_FOUND:
@@ -185,58 +185,59 @@ def numbers_of(
 
 
 HOPPER = 90
-ANY_STRENGTH = torch.bfloat16
-"""Type in which the Hopper kernel takes any strength: inverse messages and factors of keys need its range."""
-HOPPER_FROM = 2048
-"""Minimum heads for the Hopper kernels of up to 128 tokens: each tensor descriptor, four forward and seven backward, costs the
-host 11 microseconds per launch, and in 44 ``short_weak_forward`` completes fewer heads."""
-WHOLE_FROM = 512
-"""The same for 129 to 256 tokens; and for fewer tokens inside ``replayed``, where only the GPU's time counts."""
-WHOLE_BACKWARD_FROM = 512
-"""The same for their backward pass, which has eight descriptors. It has no dropout, whose masks both of its sweeps would make."""
-SUMS_FROM, SUMS_ABOVE = 512, 448
-"""Minimum heads for row and key sums in one kernel, and the number of tokens up to which separate sweeps are used: they are
-faster at 320 and slower at 512, and times between are interpolated."""
-SUMS_TYPE = torch.bfloat16
+ANY_STRENGTH_DTYPE = torch.bfloat16
+"""The Hopper kernel takes any strength in this type only: inverse messages and factors of keys need its exponent range."""
+HOPPER_MIN_HEADS = 2048
+"""Minimum heads for the Hopper kernels of up to 128 tokens. Each tensor descriptor, four forward and seven backward, costs the
+host 11 microseconds per launch; with fewer heads ``short_weak_forward`` is done before four of them are built."""
+WHOLE_MIN_HEADS = 512
+"""Minimum heads for 129 to 256 tokens; also for fewer tokens inside ``for_cuda_graph``, where only the GPU's time counts."""
+WHOLE_BACKWARD_MIN_HEADS = 512
+"""Minimum heads for their backward pass, which has eight descriptors. It has no dropout: both of its sweeps would have to make
+the dropout mask."""
+SUMS_MIN_HEADS, SWEEPS_MAX_LENGTH = 512, 448
+"""Minimum heads for row and key sums in one kernel, and the tokens up to which separate sweeps are used instead. Sweeps are
+faster at 320 tokens and slower at 512; lengths between were interpolated."""
+SUMS_DTYPE = torch.bfloat16
 """The kernel computes in float32 for any half type; in float16 it has not run on a GPU."""
-CAUSAL_FROM, CAUSAL_UP_TO = 128, 1024
+CAUSAL_MIN_HEADS, CAUSAL_MAX_LENGTH = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper, which leaves own
 messages out: a key bias takes the sweeps."""
-CAUSAL_ENTRIES = 1 << 25
-"""Minimum entries of all maps for it, by which WHOLE_FROM heads of 256 tokens just pass."""
-STORED_UP_TO = 1024
+CAUSAL_MIN_ENTRIES = 1 << 25
+"""Minimum entries of all maps for that kernel: 512 heads of 256 tokens."""
+STORED_MAX_LENGTH = 1024
 """Maximum tokens of the strict causal backward pass that stores the gradients of scores: 2 bytes for each, so 1 KiB per token and
 head at 1024 tokens, 2 KiB in a packed batch."""
-COPIED_FROM = 1 << 28
-"""Minimum entries of all maps for tiles fetched by the copy engine, for the same reason. At half as many, 512 heads of 512
+TMA_MIN_ENTRIES = 1 << 28
+"""Minimum entries of all maps for tiles fetched by TMA, whose descriptors cost host time. At half as many, 512 heads of 512
 tokens, a call with its backward pass waited for the host (1.1 ms instead of 0.8 on an H200)."""
-SPLIT_FROM = 1 << 29
+SPLIT_MIN_ENTRIES = 1 << 29
 """Minimum entries of all maps for a split over two streams, which doubles the number of launches."""
 
 
-_replayed = 0
-_replayed_lock = threading.Lock()
+_graph_depth = 0
+_graph_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def replayed() -> Iterator[None]:
+def for_cuda_graph() -> Iterator[None]:
     """Calls inside, warm-up and capture alike, are for a CUDA graph, in whose replays the host's time does not count.
 
-    For the whole process, since the backward pass runs in a thread of its own. Calls of other threads meanwhile are as right, but
-    may wait longer for the host.
+    For the whole process, since the backward pass runs in a thread of its own. Calls of other threads meanwhile give the same
+    results, but may wait longer for the host.
     """
-    global _replayed
-    with _replayed_lock:
-        _replayed += 1
+    global _graph_depth
+    with _graph_lock:
+        _graph_depth += 1
     try:
         yield
     finally:
-        with _replayed_lock:
-            _replayed -= 1
+        with _graph_lock:
+            _graph_depth -= 1
 
 
-def is_replayed() -> bool:
-    return _replayed > 0
+def is_for_cuda_graph() -> bool:
+    return _graph_depth > 0
 
 
 def select_kernels(
@@ -244,19 +245,19 @@ def select_kernels(
 ) -> KernelChoice:
     """Kernels of a family that a call launches.
 
-    aligned:    whether the copy engine can fetch its states
+    aligned:    whether TMA can fetch its states
     capability: ten times the GPU's compute capability
     ``weak`` and ``careful``, on which shapes of saved tensors depend, do not depend on these two.
     """
     half = spec.dtype != torch.float32
-    copied = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
-    hopper = copied and has_hopper_kernel(capability)
+    tma = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
+    hopper = tma and has_hopper_kernel(capability)
     if family == "short":
         return _short_kernels(spec, hopper)
     if family == "long":
-        return _long_kernels(spec, copied, hopper)
+        return _long_kernels(spec, tma, hopper)
     if family == "causal":
-        return _causal_kernels(spec, copied, hopper)
+        return _causal_kernels(spec, tma, hopper)
     weak = spec.precise == 0
     if family == "key bias":
         return KernelChoice(weak, split_axis=None if spec.masked else split_axis(spec))
@@ -267,40 +268,40 @@ def _short_kernels(spec: CallSpec, hopper: bool) -> KernelChoice:
     """hopper: whether kernels written for Hopper can compute states of this layout."""
     weak = spec.precise == 0 and not spec.may_underflow and spec.stride == 1
     weak = weak and all_keys(spec) >= 64  # with fewer keys its tiles would be mostly empty
-    strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH and not (spec.stride > 1 and spec.masked)
-    hopper = hopper and (weak or strong) and all_keys(spec) == SHORT and has_heads(spec, HOPPER_FROM)
+    strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH_DTYPE and not (spec.stride > 1 and spec.masked)
+    hopper = hopper and (weak or strong) and all_keys(spec) == SHORT and has_heads(spec, HOPPER_MIN_HEADS)
     return KernelChoice(weak, spec.may_underflow, hopper)
 
 
-def _long_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
-    """copied: whether the copy engine can fetch the states; hopper as above."""
+def _long_kernels(spec: CallSpec, tma: bool, hopper: bool) -> KernelChoice:
+    """tma: whether TMA can fetch the states; hopper as above."""
     hopper = hopper and spec.receives > 0
-    whole = hopper and SHORT < spec.length <= WHOLE and spec.dtype == ANY_STRENGTH
-    forward = whole and has_heads(spec, WHOLE_FROM)
-    backward = whole and has_heads(spec, WHOLE_BACKWARD_FROM) and not spec.dropout
-    joint = hopper and SUMS_ABOVE < spec.length <= JOINT and spec.dtype == SUMS_TYPE
-    joint = joint and has_heads(spec, SUMS_FROM)
-    copied = copied and entries(spec) >= COPIED_FROM
+    whole = hopper and SHORT < spec.length <= WHOLE and spec.dtype == ANY_STRENGTH_DTYPE
+    forward = whole and has_heads(spec, WHOLE_MIN_HEADS)
+    backward = whole and has_heads(spec, WHOLE_BACKWARD_MIN_HEADS) and not spec.dropout
+    joint = hopper and SWEEPS_MAX_LENGTH < spec.length <= JOINT and spec.dtype == SUMS_DTYPE
+    joint = joint and has_heads(spec, SUMS_MIN_HEADS)
+    tma = tma and entries(spec) >= TMA_MIN_ENTRIES
     weak, axis = spec.precise == 0, split_axis(spec)
-    return KernelChoice(
-        weak, spec.may_underflow, forward, backward, joint, copy_engine=copied, split_axis=axis
-    )
+    return KernelChoice(weak, spec.may_underflow, forward, backward, joint, tma=tma, split_axis=axis)
 
 
-def _causal_kernels(spec: CallSpec, copied: bool, hopper: bool) -> KernelChoice:
-    """copied and hopper as above."""
+def _causal_kernels(spec: CallSpec, tma: bool, hopper: bool) -> KernelChoice:
+    """tma and hopper as above."""
     weak = spec.precise == 0 and spec.receives > 0 and spec.bound > 0  # for messages that lower beliefs
-    in_turn = hopper and SHORT < spec.length <= CAUSAL_UP_TO and spec.receives == 1
-    in_turn = in_turn and has_heads(spec, CAUSAL_FROM) and entries(spec) >= CAUSAL_ENTRIES
+    forward = hopper and SHORT < spec.length <= CAUSAL_MAX_LENGTH and spec.receives == 1
+    forward = forward and has_heads(spec, CAUSAL_MIN_HEADS) and entries(spec) >= CAUSAL_MIN_ENTRIES
     half = spec.dtype != torch.float32
-    stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_UP_TO
-    copied = copied and weak and entries(spec) >= COPIED_FROM
-    return KernelChoice(weak, not weak or spec.may_underflow, in_turn, stored=stored, copy_engine=copied)
+    stored = half and spec.receives > 0 and spec.dim <= 64 and spec.longest <= STORED_MAX_LENGTH
+    tma = tma and weak and entries(spec) >= TMA_MIN_ENTRIES
+    return KernelChoice(weak, not weak or spec.may_underflow, forward, stored=stored, tma=tma)
 
 
-def has_heads(spec: CallSpec, fewest: int) -> bool:
+def has_heads(spec: CallSpec, min_heads: int) -> bool:
     """Whether a call has enough heads for a Hopper kernel, which the host needs more time for."""
-    return spec.sequences * spec.heads >= (min(fewest, WHOLE_FROM) if is_replayed() else fewest)
+    return spec.sequences * spec.heads >= (
+        min(min_heads, WHOLE_MIN_HEADS) if is_for_cuda_graph() else min_heads
+    )
 
 
 def entries(spec: CallSpec) -> int:
@@ -320,7 +321,7 @@ def split_axis(spec: CallSpec) -> int | None:
 
     Not with dropout, whose seeds count heads from a call's first one, nor in float32, which stores numbers in two planes.
     """
-    if entries(spec) < SPLIT_FROM or spec.packed or spec.dropout or spec.dtype == torch.float32:
+    if entries(spec) < SPLIT_MIN_ENTRIES or spec.packed or spec.dropout or spec.dtype == torch.float32:
         return None
     if spec.batch % 2 == 0:
         return 0

@@ -32,14 +32,14 @@ from saobp.lab.arena_records import (
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import (
-    gain_in_words,
-    in_words,
+    format_gain,
+    format_percent,
+    format_spread,
+    format_verdict,
     made_on,
     markdown_table,
-    per_cent,
-    verdict_in_words,
 )
-from saobp.lab.statistics import LEAST_PAIRS, in_per_cent, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, as_percent, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -68,8 +68,8 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     put after the tables.
     fresh: groups of seeds that confirm a choice made on others
     """
-    kept = out / "arena" / "runs.json"
-    before = {record["run"]: record for record in read_json(kept)} if kept.exists() else {}
+    records_file = out / "arena" / "runs.json"
+    before = {record["run"]: record for record in read_json(records_file)} if records_file.exists() else {}
     records = {**before, **recorded(folders)}
     settings = settings_of(records.values(), fresh)
     paired = [setting for setting in settings if setting.gains()]
@@ -78,8 +78,8 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
             f"no run in {', '.join(map(str, folders))} has a finished run of Original (--refinement none) "
             "with the same recipe and seed to be compared with"
         )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_json(kept, [records[name] for name in sorted(records)])
+    records_file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(records_file, [records[name] for name in sorted(records)])
     page = out / "arena" / "README.md"
     times = [StepTimes.read(path) for path in sorted(page.parent.glob("time*.json"))]
     notes = page.with_name("notes.md")
@@ -93,7 +93,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     if notes.exists():
         parts.append(notes.read_text().strip())
     write_atomically(page, "\n\n".join(parts) + "\n")
-    return [page, kept, *save_figure(forest(paired), out / "forest")]
+    return [page, records_file, *save_figure(forest(paired), out / "forest")]
 
 
 def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[str]:
@@ -108,18 +108,18 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
     confirmed = any(setting.fresh for setting in settings)
     for setting in settings:
         yield f"## {setting.title}"
-        measured = next((one for one in times if one.fits(setting.recipe)), None)
+        measured = next((step_times for step_times in times if step_times.fits(setting.recipe)), None)
         yield markdown_table(
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
         if measured is not None:
-            yield measured.in_words(ORIGINAL)
+            yield measured.describe(ORIGINAL)
         if len(setting.gains()) > 1 and setting.fresh == confirmed:
             yield _against_each_other(setting)
-        both = list(_together(setting))
-        if both:
+        combined = list(_together(setting))
+        if combined:
             yield "Does a method still gain beside another?"
-            yield markdown_table(TOGETHER, both)
+            yield markdown_table(TOGETHER, combined)
         if BLIMP in setting.scores:
             yield _scores(setting, BLIMP, "BLiMP, %")
         if GLUE in setting.scores:
@@ -158,18 +158,18 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
         losses, results = setting.losses[method], setting.results[method]
         perplexities = spread(math.exp(loss) for loss in losses.values())
         assert perplexities is not None
-        own = f"{perplexities.mean:.2f} ({perplexities.seeds})"
+        mean_text = f"{perplexities.mean:.2f} ({perplexities.seeds})"
         more = results[0].get("parameters", plain) - plain
         time = [] if times is None else [times.ratio(method, ORIGINAL)]
         if method == ORIGINAL:
-            yield [title_of(method), own, "", "", "", f"{plain:,}", *time]
+            yield [title_of(method), mean_text, "", "", "", f"{plain:,}", *time]
         else:
             gain = gains[method]
-            verdict = verdict_in_words(gain, perplexities)
+            verdict = format_verdict(gain, perplexities)
             yield [
                 title_of(method),
-                own,
-                per_cent(gain),
+                mean_text,
+                format_percent(gain),
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",
@@ -182,9 +182,9 @@ def _against_each_other(setting: Setting) -> str:
     methods = list(setting.gains())[:COMPARED]
     lines = []
     for method in methods[:-1]:
-        found = [setting.gain_over(method, other) for other in methods[1:]]
+        gains = [setting.gain_over(method, other) for other in methods[1:]]
         after = methods.index(method)
-        cells = ["" if n < after or gain is None else per_cent(gain) for n, gain in enumerate(found)]
+        cells = ["" if n < after or gain is None else format_percent(gain) for n, gain in enumerate(gains)]
         lines.append([title_of(method), *cells])
     return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
 
@@ -194,7 +194,7 @@ def _together(setting: Setting) -> Iterable[list[str]]:
     for first, second, both in combinations(setting.losses, ORIGINAL):
         for one, other in ((first, second), (second, first)):
             gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
-            cells = ["" if gain is None else per_cent(in_per_cent(gain)) for gain in gains]
+            cells = ["" if gain is None else format_percent(as_percent(gain)) for gain in gains]
             yield [title_of(one), title_of(other), *cells]
 
 
@@ -203,14 +203,14 @@ def _scores(setting: Setting, measure: str, title: str) -> str:
     scores = setting.scores[measure]
     lines = []
     for method in [method for method in (ORIGINAL, *setting.gains()) if method in scores]:
-        own = spread(scores[method].values())
+        summary = spread(scores[method].values())
         gain = (
             None
             if method == ORIGINAL
             else paired_gain(scores[method], scores.get(ORIGINAL, {}), least_pairs=setting.least_pairs)
         )
-        verdict = "" if gain is None else verdict_in_words(gain, own)
-        lines.append([title_of(method), in_words(own, 2), gain_in_words(gain, 2), verdict])
+        verdict = "" if gain is None else format_verdict(gain, summary)
+        lines.append([title_of(method), format_spread(summary, 2), format_gain(gain, 2), verdict])
     return markdown_table(("method", title, "difference [95 % interval]", "verdict"), lines)
 
 
@@ -227,10 +227,10 @@ def _single_tasks(setting: Setting) -> str:
 def power(setting: Setting) -> str:
     """Power analysis: pairs needed for an effect, from the spread of the available pairs."""
     enough = [method for method in setting.gains() if len(setting.differences(method)) >= LEAST_PAIRS]
-    known = [deviation for deviation in map(setting.deviation, enough) if deviation]
-    if not known:
+    deviations = [deviation for deviation in map(setting.deviation, enough) if deviation]
+    if not deviations:
         return f"How many seeds an effect needs is not known before some method has {LEAST_PAIRS} pairs."
-    typical = float(np.median(known))
+    typical = float(np.median(deviations))
     needed = pairs_needed(typical, EFFECT)
     return (
         f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
@@ -254,9 +254,11 @@ class StepTimes:
 
     @classmethod
     def read(cls, path: Path) -> StepTimes:
-        found = read_object(path)
-        setting = {name: found[name] for name in SHARED} | {n: found.get(n, was) for n, was in LATER.items()}
-        return cls(path.name, setting, found["seconds"], found["environment"])
+        content = read_object(path)
+        setting = {name: content[name] for name in SHARED} | {
+            n: content.get(n, was) for n, was in LATER.items()
+        }
+        return cls(path.name, setting, content["seconds"], content["environment"])
 
     def fits(self, recipe: Mapping[str, Any]) -> bool:
         return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
@@ -264,7 +266,7 @@ class StepTimes:
     def ratio(self, method: str, original: str) -> str:
         """``1.03 [1.02, 1.04]``: time relative to Original of the same round, with a 95 % interval."""
         pairs = zip(self.seconds.get(method, []), self.seconds.get(original, []), strict=False)
-        more = {number: own / plain - 1 for number, (own, plain) in enumerate(pairs)}
+        more = {number: seconds / plain - 1 for number, (seconds, plain) in enumerate(pairs)}
         gain = paired_gain(more, dict.fromkeys(more, 0.0), higher_is_better=False)
         if gain is None or method == original:
             return ""
@@ -273,7 +275,7 @@ class StepTimes:
         )
         return f"{1 + gain.difference:.2f}{interval}"
 
-    def in_words(self, original: str) -> str:
+    def describe(self, original: str) -> str:
         plain = self.seconds[original]
         gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
         return (

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from saobp.lab.methods import METHODS
-from saobp.lab.statistics import LEAST_PAIRS, Gain, in_per_cent, paired_gain, spread
+from saobp.lab.statistics import LEAST_PAIRS, Gain, as_percent, paired_gain, spread
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
@@ -83,22 +83,22 @@ class Setting:
         tokens = self.budget[-1]
         family = FAMILY_NAMES.get(self.recipe["family"], self.recipe["family"])
         size, length = self.recipe["size"], self.recipe["length"]
-        recipe = "".join(f", {change}" for change in _in_words(self.distinct))
-        seeds = f", fresh seeds {_seeds_in_words(self.compared_seeds())}" if self.fresh else ""
+        recipe = "".join(f", {change}" for change in _format_fields(self.distinct))
+        seeds = f", fresh seeds {_format_seeds(self.compared_seeds())}" if self.fresh else ""
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def compared_seeds(self) -> list[int]:
         """Seeds with which Original and another method were trained; if there is none, all of Original's."""
         others = (losses for method, losses in self.losses.items() if method != ORIGINAL)
-        own = self.losses[ORIGINAL].keys()
-        return sorted(own & {seed for losses in others for seed in losses} or own)
+        original_seeds = self.losses[ORIGINAL].keys()
+        return sorted(original_seeds & {seed for losses in others for seed in losses} or original_seeds)
 
     def gains(self) -> dict[str, Gain]:
         """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
         methods = [method for method in self.losses if method != ORIGINAL and ORIGINAL in self.losses]
         pairs = {method: self.gain_over(method, ORIGINAL) for method in methods}
-        found = {method: gain for method, gain in pairs.items() if gain is not None}
-        return dict(sorted(found.items(), key=lambda one: one[1].difference))
+        known_gains = {method: gain for method, gain in pairs.items() if gain is not None}
+        return dict(sorted(known_gains.items(), key=lambda item: item[1].difference))
 
     def gain_over(self, method: str, other: str) -> Gain | None:
         """The paired difference of two methods, in per cent of perplexity."""
@@ -108,17 +108,17 @@ class Setting:
             higher_is_better=False,
             least_pairs=self.least_pairs,
         )
-        return None if gain is None else in_per_cent(gain)
+        return None if gain is None else as_percent(gain)
 
     def differences(self, method: str, other: str = ORIGINAL) -> dict[int, float]:
         """Differences from another method with the same seed, in per cent of perplexity."""
-        base, own = self.losses.get(other, {}), self.losses[method]
-        return {seed: 100 * math.expm1(own[seed] - base[seed]) for seed in own if seed in base}
+        base, losses = self.losses.get(other, {}), self.losses[method]
+        return {seed: 100 * math.expm1(losses[seed] - base[seed]) for seed in losses if seed in base}
 
     def deviation(self, method: str) -> float | None:
         """Standard deviation of the paired differences, in per cent of perplexity."""
-        found = spread(self.differences(method).values())
-        return None if found is None else found.deviation
+        summary = spread(self.differences(method).values())
+        return None if summary is None else summary.deviation
 
     def lower_in(self, method: str) -> str:
         """``5 of 5``: pairs in which the method's loss is the lower one."""
@@ -138,19 +138,19 @@ def method_of(recipe: Mapping[str, Any]) -> str:
 
 def _own_rate(recipe: Mapping[str, Any]) -> str:
     """How the numbers per head are trained, where their learning rate is not the named recipe's."""
-    found = ""
+    text = ""
     if "strength_rate" in recipe:
-        usual = named_recipe(recipe["name"], recipe["family"], recipe["size"])
-        own = recipe["strength_rate"] * recipe["learning_rate"]
-        times = own / (usual.strength_rate * usual.learning_rate)
-        found = "" if math.isclose(times, 1) else f", rate times {times:.3g}"
+        named = named_recipe(recipe["name"], recipe["family"], recipe["size"])
+        rate = recipe["strength_rate"] * recipe["learning_rate"]
+        factor = rate / (named.strength_rate * named.learning_rate)
+        text = "" if math.isclose(factor, 1) else f", rate times {factor:.3g}"
     delay = recipe.get("strength_delay", 0.0)
-    return f"{found}, after {delay:.0%} of the steps" if delay else found
+    return f"{text}, after {delay:.0%} of the steps" if delay else text
 
 
 def title_of(method: str) -> str:
     """Title of a method in tables; combined parts are joined by plus signs."""
-    titles = {one.refinement or one.regularizer or ORIGINAL: one.title for one in METHODS.values()}
+    titles = {entry.refinement or entry.regularizer or ORIGINAL: entry.title for entry in METHODS.values()}
     text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
     parts = titles.get(text) or " + ".join(
         _title_of_part(part, titles).removesuffix(" per head") for part in text.split("+")
@@ -165,12 +165,12 @@ def _title_of_part(part: str, titles: Mapping[str, str]) -> str:
 
 def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """The records of finished pretraining runs, by the names of their folders."""
-    found = {}
+    records = {}
     for folder in folders:
         for path in run_folders(folder):
             run = RunFolder(path)
             if run.is_finished and run.recipe.get("kind") == "pretrain":
-                found[path.name] = {
+                records[path.name] = {
                     "run": path.name,
                     "kind": "pretrain",
                     **run.record,
@@ -178,22 +178,24 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
                     "result": run.result,
                 }
                 if (path / BLIMP / RESULT).exists():
-                    found[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
-                tuned = {task: path / GLUE / task / RESULT for task in GLUE_TASKS}
-                if any(one.exists() for one in tuned.values()):
-                    found[path.name][GLUE] = {
-                        task: read_object(one)["last"]["mean"] for task, one in tuned.items() if one.exists()
+                    records[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
+                result_files = {task: path / GLUE / task / RESULT for task in GLUE_TASKS}
+                if any(result_file.exists() for result_file in result_files.values()):
+                    records[path.name][GLUE] = {
+                        task: read_object(result_file)["last"]["mean"]
+                        for task, result_file in result_files.items()
+                        if result_file.exists()
                     }
-    return found
+    return records
 
 
 def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
     """BLiMP's accuracy, and the eight scores of GLUE with their mean where none is missing."""
-    found = {BLIMP: record[BLIMP]["accuracy"]} if BLIMP in record else {}
-    own = record.get(GLUE, {})
-    if set(own) == set(GLUE_TASKS):
-        found |= {**own, GLUE: fmean(own.values())}
-    return found
+    scores = {BLIMP: record[BLIMP]["accuracy"]} if BLIMP in record else {}
+    glue = record.get(GLUE, {})
+    if set(glue) == set(GLUE_TASKS):
+        scores |= {**glue, GLUE: fmean(glue.values())}
+    return scores
 
 
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
@@ -202,13 +204,13 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
     A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
     others is confirmed on them alone.
     """
-    found: dict[str, Setting] = {}
+    by_key: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
         shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
         turn = next((number for number, seeds in enumerate(fresh, 1) if recipe["seed"] in seeds), 0)
         key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
-        setting = found.setdefault(key, Setting(shared, fresh=turn > 0))
+        setting = by_key.setdefault(key, Setting(shared, fresh=turn > 0))
         method = method_of(recipe)
         if result.get("eval_loss") is not None:
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
@@ -216,40 +218,44 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         for measure, score in scores_of(record).items():
             setting.scores.setdefault(measure, {}).setdefault(method, {})[recipe["seed"]] = score
     settings = sorted(
-        found.values(),
-        key=lambda one: (
-            one.is_decoder,
-            list(SIZES).index(one.recipe["size"]),
-            all(gain.verdict == "undecided" for gain in one.gains().values()),
-            not one.fresh,
-            -sum(map(len, one.losses.values())),
+        by_key.values(),
+        key=lambda candidate: (
+            candidate.is_decoder,
+            list(SIZES).index(candidate.recipe["size"]),
+            all(gain.verdict == "undecided" for gain in candidate.gains().values()),
+            not candidate.fresh,
+            -sum(map(len, candidate.losses.values())),
         ),
     )
     for setting in settings:
-        alike = [one.recipe for one in settings if one.budget == setting.budget and one.gains()]
+        comparable = [
+            candidate.recipe
+            for candidate in settings
+            if candidate.budget == setting.budget and candidate.gains()
+        ]
         setting.distinct = {
             name: setting.recipe[name]
             for name in setting.recipe
-            if any(other.get(name) != setting.recipe[name] for other in alike)
+            if any(other.get(name) != setting.recipe[name] for other in comparable)
         }
     return settings
 
 
-def _in_words(values: Mapping[str, Any]) -> list[str]:
+def _format_fields(values: Mapping[str, Any]) -> list[str]:
     """As ``in_fields``, with masked shares as ``30 to 15 % masked`` and corpora as ``3 corpora``."""
-    found = []
+    changes = []
     if "masked_share" in values:
         first, end = values["masked_share"], values.get("masked_share_end")
         shares = f"{100 * first:g}" if end is None else f"{100 * first:g} to {100 * end:g}"
-        found.append(f"{shares} % masked")
+        changes.append(f"{shares} % masked")
     if "corpus" in values:
         corpora = values["corpus"].split(",")
-        found.append(f"{len(corpora)} corpora" if len(corpora) > 1 else f"{corpora[0]} alone")
-    named = ("masked_share", "masked_share_end", "corpus")
-    return found + in_fields({name: value for name, value in values.items() if name not in named})
+        changes.append(f"{len(corpora)} corpora" if len(corpora) > 1 else f"{corpora[0]} alone")
+    described = ("masked_share", "masked_share_end", "corpus")
+    return changes + in_fields({name: value for name, value in values.items() if name not in described})
 
 
-def _seeds_in_words(seeds: Sequence[int]) -> str:
+def _format_seeds(seeds: Sequence[int]) -> str:
     """``11 to 18`` or ``6, 8, 9``."""
     if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
         return f"{seeds[0]} to {seeds[-1]}"
@@ -264,9 +270,9 @@ def in_fields(values: Mapping[str, Any]) -> list[str]:
 def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of fields that are newer than the record of a run."""
     return {
-        one.name: one.default
-        for one in fields(PretrainRecipe)
-        if one.name not in recipe and one.default is not MISSING
+        recipe_field.name: recipe_field.default
+        for recipe_field in fields(PretrainRecipe)
+        if recipe_field.name not in recipe and recipe_field.default is not MISSING
     }
 
 
@@ -293,9 +299,9 @@ def two_by_two(
 
     Only seeds that all four methods have, so that the four numbers fit together.
     """
-    found = [losses[name] for name in (*names, original)]
-    seeds = [seed for seed in found[2] if all(seed in own for own in found)]
-    first, second, both, plain = ({seed: own[seed] for seed in seeds} for own in found)
+    groups = [losses[name] for name in (*names, original)]
+    seeds = [seed for seed in groups[2] if all(seed in group for group in groups)]
+    first, second, both, plain = ({seed: group[seed] for seed in seeds} for group in groups)
     alone = {seed: first[seed] - plain[seed] for seed in seeds}
     beside = {seed: both[seed] - second[seed] for seed in seeds}
     gain = partial(paired_gain, higher_is_better=False)

@@ -57,9 +57,9 @@ def _break(axes: Axes, side: Side, near: Sequence[float], far: Sequence[float]) 
     """Two linear parts with different scales, and a grey strip between them."""
     ends = [end for part in (near, far) for end in _padded(part)]
     first, last = ends[1] - ends[0], ends[3] - ends[2]
-    known = [ends[0] - first, *ends, ends[3] + last]
+    limits = [ends[0] - first, *ends, ends[3] + last]
     indices = [PART_BOUNDS[0] - PART_BOUNDS[1], *PART_BOUNDS, 2 * PART_BOUNDS[3] - PART_BOUNDS[2]]
-    functions = (lambda x: np.interp(x, known, indices), lambda y: np.interp(y, indices, known))
+    functions = (lambda x: np.interp(x, limits, indices), lambda y: np.interp(y, indices, limits))
     (axes.set_xscale if side == "x" else axes.set_yscale)("function", functions=functions)
     axes.set(**{f"{side}lim": (ends[0], ends[3])})
     ticks = [

@@ -22,7 +22,7 @@ SMOKE_SEEDS = 2
 
 def matching_pattern(name: str, patterns: str) -> int | None:
     """Index of the first matching pattern of a comma-separated list, or None."""
-    matches = (index for index, one in enumerate(patterns.split(",")) if fnmatch(name, one.strip()))
+    matches = (index for index, pattern in enumerate(patterns.split(",")) if fnmatch(name, pattern.strip()))
     return next(matches, None)
 
 
@@ -110,7 +110,7 @@ class ExperimentPlan:
         """Models of one experiment, in the order of its tables."""
         most = SMOKE_SEEDS if self.scale.name == "smoke" else len(SEEDS)
         seeds = first_seeds(self.seeds or min(experiment.seeds, most))
-        found = [
+        models = [
             self.model(family, key, seed, batch=batch)
             for batch in self.batches_of(experiment)
             for family in FAMILIES
@@ -118,13 +118,13 @@ class ExperimentPlan:
             for seed in seeds
         ]
         if self.scale.name != "smoke":
-            found += [
+            models += [
                 self.model("bert", key, seed, corpus)
                 for corpus in experiment.corpora
                 for key in experiment.bert
                 for seed in seeds
             ]
-        return found
+        return models
 
     def batches_of(self, experiment: Experiment) -> tuple[int | None, ...]:
         """Batch sizes of an experiment: its own for the recipe ``paper`` at the default, else the scale's."""
@@ -155,36 +155,40 @@ class ExperimentPlan:
 
     def finetune_runs(self) -> list[FinetuneRun]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
-        asked = [
+        runs = [
             FinetuneRun(model, task, self.task_seeds_of(experiment))
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.family == "bert" and model.other_corpus is None
             for task in experiment.tasks
         ]
-        kept = {one.name: one for one in asked if matches(one.name, self.only)}
-        tasks = list(dict.fromkeys(one.task for one in kept.values()))
+        kept = {run.name: run for run in runs if matches(run.name, self.only)}
+        tasks = list(dict.fromkeys(run.task for run in kept.values()))
 
-        def order(one: FinetuneRun) -> tuple[int, int, int]:
-            seed, tier = self._order(one.model)
-            return seed, tasks.index(one.task), tier
+        def order(run: FinetuneRun) -> tuple[int, int, int]:
+            seed, tier = self._order(run.model)
+            return seed, tasks.index(run.task), tier
 
         return self._by_pattern(sorted(kept.values(), key=order))
 
     def measurements(self) -> list[Measurement]:
         """All measurements."""
-        asked = [
+        measurements = [
             Measurement(model, measure)
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.other_corpus is None
             for measure in experiment.measures
         ]
-        kept = {one.name: one for one in asked if matches(one.name, self.only)}
-        return self._by_pattern(sorted(kept.values(), key=lambda one: self._order(one.model)))
+        kept = {
+            measurement.name: measurement
+            for measurement in measurements
+            if matches(measurement.name, self.only)
+        }
+        return self._by_pattern(sorted(kept.values(), key=lambda measurement: self._order(measurement.model)))
 
     def _by_pattern(self, work: list[Work]) -> list[Work]:
-        return sorted(work, key=lambda one: matching_pattern(one.name, self.only) or 0)
+        return sorted(work, key=lambda item: matching_pattern(item.name, self.only) or 0)
 
     def _kept(self, models: Iterable[PretrainRun]) -> list[PretrainRun]:
         named: dict[str, PretrainRun] = {}
@@ -204,10 +208,10 @@ def check_same(run: RunFolder, recipe: PretrainRecipe, *, whole: bool = True) ->
 
     whole: whether a run that stopped early counts as another one
     """
-    found = PretrainRecipe.from_dict(run.recipe)
+    stored = PretrainRecipe.from_dict(run.recipe)
     if not whole:
-        found = replace(found, stop_after=recipe.stop_after)
-    if replace(found, checkpoint_steps=recipe.checkpoint_steps) != recipe:
-        was, asked = found.to_dict(), recipe.to_dict()
-        changed = sorted(name for name in asked if was[name] != asked[name])
+        stored = replace(stored, stop_after=recipe.stop_after)
+    if replace(stored, checkpoint_steps=recipe.checkpoint_steps) != recipe:
+        actual, expected = stored.to_dict(), recipe.to_dict()
+        changed = sorted(name for name in expected if actual[name] != expected[name])
         raise RunError(f"the run in {run.path} differs in {', '.join(changed)}: name other --runs")

@@ -92,12 +92,12 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
         axis.plot([mean, mean], [row - 0.3, row + 0.3], color=colour, lw=2)
     if paper is not None:
         axis.plot([paper], [row], "x", color="#444444", ms=6)
-    label, shade = (brief(mean), "#222222") if values else ("no number", "#777777")
+    label, shade = (three_digits(mean), "#222222") if values else ("no number", "#777777")
     beside = axis.get_yaxis_transform()
     axis.text(1.01, row, label, transform=beside, fontsize=8, va="center", color=shade)
 
 
-def brief(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, for labels next to marks."""
     if value == 0 or abs(value) >= 999.5:
         return f"{value:,.0f}"

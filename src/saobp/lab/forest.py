@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
 from saobp.lab.arena_records import Setting, title_of
-from saobp.lab.result_page import per_cent
+from saobp.lab.result_page import format_percent
 from saobp.lab.statistics import Gain
 
 COLOURS = {"gain": "#009e73", "loss": "#d55e00"}
@@ -29,9 +29,9 @@ class Row:
     pairs: Sequence[float]
 
     @property
-    def in_words(self) -> str:
+    def text(self) -> str:
         lower = sum(pair < 0 for pair in self.pairs)
-        return f"{per_cent(self.gain)}, {lower} of {len(self.pairs)}"
+        return f"{format_percent(self.gain)}, {lower} of {len(self.pairs)}"
 
 
 def forest(settings: Sequence[Setting]) -> Figure:
@@ -76,7 +76,7 @@ def forest(settings: Sequence[Setting]) -> Figure:
 
 
 def _rows(setting: Setting) -> list[Row]:
-    """Methods less Original, and sums less the same without their first part."""
+    """Each method against Original, and each combination against itself without its first part."""
     rows = []
     for method, gain in setting.gains().items():
         rows.append(Row(title_of(method), gain, list(setting.differences(method).values())))
@@ -102,7 +102,7 @@ def _draw(axis: Axes, place: int, row: Row) -> None:
     axis.plot(row.pairs, [place] * len(row.pairs), "|", color=colour, ms=8, mew=0.9)
     axis.plot(row.gain.difference, place, "o", color=colour, ms=6)
     axis.text(
-        *(1.02, place, row.in_words),
+        *(1.02, place, row.text),
         transform=axis.get_yaxis_transform(),
         va="center",
         fontsize=9,

@@ -49,10 +49,10 @@ def perplexities(
     marks = [(f"{name}: {value:.0f}", value, "-", -8) for name, value in (counted or {}).items()]
     marks.append((f"below {level:.0f} a run has left the plateau", level, ":", 3))
     for column, (title, runs) in enumerate(panels_of.items()):
-        for place, (label, unit) in enumerate(units):
-            axis = grid[place][column]
+        for index, (label, unit) in enumerate(units):
+            axis = grid[index][column]
             for run in runs:
-                per_step = run.tokens_per_step if place else 1
+                per_step = run.tokens_per_step if index else 1
                 points = [(step * per_step / unit, value) for step, value in run.points]
                 colour = STYLES[run.method].colour
                 axis.plot(*zip(*points, strict=True), color=colour, lw=1.6, ls=_dash(run.method))
@@ -95,17 +95,19 @@ def differences(panels_of: Mapping[str, Sequence[LoggedRun]]) -> Figure | None:
     Lines are broken where evaluations are missing. Scales are those of the later half, as differences are
     large while one run of a pair has left the plateau and the other has not.
     """
-    pairs = {title: own for title, runs in panels_of.items() if (own := list(_pairs(runs)))}
+    pairs = {title: run_pairs for title, runs in panels_of.items() if (run_pairs := list(_pairs(runs)))}
     if not pairs:
         return None
     figure = Figure(
         figsize=(3.1 * len(pairs) + 0.6, 3.0) if len(pairs) > 1 else (6.4, 3.0), layout="constrained"
     )
     grid = figure.subplots(1, len(pairs), squeeze=False, sharey=True)[0]
-    reach = max(abs(value) for own in pairs.values() for _, points in own for _, value in _later(points))
-    for axis, (title, own) in zip(grid, pairs.items(), strict=True):
+    reach = max(
+        abs(value) for run_pairs in pairs.values() for _, points in run_pairs for _, value in _later(points)
+    )
+    for axis, (title, run_pairs) in zip(grid, pairs.items(), strict=True):
         axis.axhline(0, color=STYLES[BASE].colour, lw=1.2)
-        for run, points in own:
+        for run, points in run_pairs:
             colour = STYLES[run.method].colour
             axis.plot(*zip(*_with_breaks(points), strict=True), color=colour, lw=1.2)
             step, value = points[-1]
@@ -124,7 +126,7 @@ def differences(panels_of: Mapping[str, Sequence[LoggedRun]]) -> Figure | None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylim(-1.4 * max(reach, LEAST_REACH), 1.4 * max(reach, LEAST_REACH))
-    others = {METHODS[run.method].title for own in pairs.values() for run, _ in own}
+    others = {METHODS[run.method].title for run_pairs in pairs.values() for run, _ in run_pairs}
     words = f"{' or '.join(sorted(others))} less {METHODS[BASE].title}, % of perplexity"
     grid[0].set_ylabel(words, fontsize=8)
     return figure
@@ -134,8 +136,12 @@ def _pairs(runs: Sequence[LoggedRun]) -> Iterable[tuple[LoggedRun, Points]]:
     """Runs of other methods beside Original of the same seed: per cent of perplexity at shared steps."""
     base = {run.seed: dict(run.points) for run in runs if run.method == BASE}
     for run in runs:
-        other = base.get(run.seed, {})
-        shared = [(step, 100 * (own / other[step] - 1)) for step, own in run.points if step in other]
+        base_run = base.get(run.seed, {})
+        shared = [
+            (step, 100 * (perplexity / base_run[step] - 1))
+            for step, perplexity in run.points
+            if step in base_run
+        ]
         if run.method != BASE and shared:
             yield run, shared
 
@@ -147,9 +153,9 @@ def _later(points: Points) -> Points:
 def _with_breaks(points: Points) -> Points:
     """Thousands of steps and values, with NaN where evaluations are missing."""
     usual = float(np.median(np.diff([step for step, _ in points]))) if len(points) > 1 else math.inf
-    found: list[tuple[float, float]] = []
+    broken: list[tuple[float, float]] = []
     for step, value in points:
-        if found and step - 1e3 * found[-1][0] > GAP * usual:
-            found.append((step / 1e3, math.nan))
-        found.append((step / 1e3, value))
-    return found
+        if broken and step - 1e3 * broken[-1][0] > GAP * usual:
+            broken.append((step / 1e3, math.nan))
+        broken.append((step / 1e3, value))
+    return broken

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from saobp.lab.experiments import Experiment
-from saobp.lab.figures import brief, dots, save_figure
+from saobp.lab.figures import dots, save_figure, three_digits
 from saobp.lab.methods import METHODS
 from saobp.lab.scales import Scale
 from saobp.lab.statistics import Gain, Spread, Status, answer_status, claim_status, paired_gain, spread
@@ -96,7 +96,7 @@ class Page:
     ) -> None:
         """A dot plot of every seed by measure and method, if any; its alt text has the means."""
         if any(any(methods.values()) for methods in measures.values()):
-            alternative = f"{caption} Means: {means_in_words(measures)}."
+            alternative = f"{caption} Means: {format_means(measures)}."
             self.figure(name, dots(measures, paper), caption, alternative)
 
     def compare(
@@ -130,26 +130,28 @@ class Page:
         else:
             self.lines.append([measure, "every method", "", "not run", *[""] * (len(HEADERS) - 4)])
         for method in rows:
-            own = values.get(method, {})
+            by_seed = values.get(method, {})
             is_base = method == base
             gain = (
-                None if is_base else paired_gain(own, values.get(base, {}), higher_is_better=higher_is_better)
+                None
+                if is_base
+                else paired_gain(by_seed, values.get(base, {}), higher_is_better=higher_is_better)
             )
             gains[method] = gain
             theirs = paper.get(method)
             their_gain = None if theirs is None or is_base or base not in paper else theirs - paper[base]
-            found = spread(own.values())
-            shown = None if partial else theirs
+            ours = spread(by_seed.values())
+            printed = None if partial else theirs
             if any(values.values()):
                 line = [
                     arrow,
                     METHODS[method].title,
-                    "" if shown is None else f"{shown:.{theirs_to}f}",
-                    in_words(found, digits),
-                    "" if shown is None or found is None else f"{found.mean - shown:+.{digits}f}",
+                    "" if printed is None else f"{printed:.{theirs_to}f}",
+                    format_spread(ours, digits),
+                    "" if printed is None or ours is None else f"{ours.mean - printed:+.{digits}f}",
                     "" if their_gain is None else f"{their_gain:+.{theirs_to}f}",
-                    gain_in_words(gain, digits),
-                    "" if is_base else verdict_in_words(gain, found),
+                    format_gain(gain, digits),
+                    "" if is_base else format_verdict(gain, ours),
                 ]
                 self.lines.append(line)
             if method in claims and their_gain is not None:
@@ -164,8 +166,8 @@ class Page:
         """Write the comparison table that ``compare`` has filled."""
         marked = PARTIAL if any("*" in line[0] for line in self.lines) else ""
         empty = not any(line[column] for line in self.lines for column in PAPER_COLUMNS)
-        kept = [place for place in range(len(HEADERS)) if not (empty and place in PAPER_COLUMNS)]
-        self.table([HEADERS[place] for place in kept], [[line[p] for p in kept] for line in self.lines])
+        columns = [index for index in range(len(HEADERS)) if not (empty and index in PAPER_COLUMNS)]
+        self.table([HEADERS[index] for index in columns], [[line[p] for p in columns] for line in self.lines])
         self.lines = []
         if marked:
             self.text(marked)
@@ -176,8 +178,8 @@ class Page:
             self.claims.append(Claim(words, status, "no pair of runs"))
             return
         unit = "seed" if detail else "pair"
-        shown = f"{gain_in_words(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
-        self.claims.append(Claim(words, status, f"{detail} {shown}".strip()))
+        difference = f"{format_gain(gain, digits)} ({gain.pairs} {unit}{'s' if gain.pairs > 1 else ''})"
+        self.claims.append(Claim(words, status, f"{detail} {difference}".strip()))
 
     def answer(self, words: str, gain: Gain | None, digits: int = 2) -> None:
         """Record the answer to whether something is better; 'reproduces' means yes."""
@@ -235,27 +237,31 @@ def paper_digits(values: Iterable[float], digits: int) -> int:
     return min(digits, max([2, *map(len, printed)]))
 
 
-def in_words(found: Spread | None, digits: int) -> str:
+def format_spread(summary: Spread | None, digits: int) -> str:
     """``12.30 ± 0.40 (3)``: mean, standard deviation, seeds."""
-    if found is None:
+    if summary is None:
         return "not run"
-    if found.deviation is None:
-        return f"{found.mean:.{digits}f} (1)"
-    return f"{found.mean:.{digits}f} ± {found.deviation:.{digits}f} ({found.seeds})"
+    if summary.deviation is None:
+        return f"{summary.mean:.{digits}f} (1)"
+    return f"{summary.mean:.{digits}f} ± {summary.deviation:.{digits}f} ({summary.seeds})"
 
 
-def means_in_words(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+def format_means(measures: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
     """``perplexity: 300 (Original), 303 (High); ...``, over the seeds of each method."""
     parts = []
     for measure, methods in measures.items():
-        found = {key: spread(own.values()) for key, own in methods.items()}
-        means = [f"{brief(one.mean)} ({METHODS[key].title})" for key, one in found.items() if one is not None]
+        spreads = {key: spread(by_seed.values()) for key, by_seed in methods.items()}
+        means = [
+            f"{three_digits(summary.mean)} ({METHODS[key].title})"
+            for key, summary in spreads.items()
+            if summary is not None
+        ]
         if means:
             parts.append(f"{measure}: {', '.join(means)}")
     return "; ".join(parts)
 
 
-def gain_in_words(gain: Gain | None, digits: int) -> str:
+def format_gain(gain: Gain | None, digits: int) -> str:
     if gain is None:
         return ""
     if gain.low is None or gain.high is None:
@@ -263,7 +269,7 @@ def gain_in_words(gain: Gain | None, digits: int) -> str:
     return f"{gain.difference:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
-def per_cent(gain: Gain) -> str:
+def format_percent(gain: Gain) -> str:
     """``-1.4 % [-2.3, -0.5]``, with another digit where an end would be printed as zero."""
     if gain.low is None or gain.high is None:
         return f"{gain.difference:+.1f} %"
@@ -271,9 +277,9 @@ def per_cent(gain: Gain) -> str:
     return f"{gain.difference:+.{digits}f} % [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}]"
 
 
-def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
+def format_verdict(gain: Gain | None, summary: Spread | None) -> str:
     if gain is None:
-        return "not run" if found is None else "no pair"
+        return "not run" if summary is None else "no pair"
     if gain.verdict == "undecided":
         return f"undecided ({gain.pairs} pair{'s' if gain.pairs > 1 else ''})"
     return "no gain (within the spread)" if gain.verdict == "no gain" else gain.verdict
@@ -281,14 +287,16 @@ def verdict_in_words(gain: Gain | None, found: Spread | None) -> str:
 
 def made_on(records: Sequence[Mapping[str, Any]]) -> str:
     """Hardware and commits of the runs, and a warning where they were not trained on the same texts."""
-    hardware = Counter(str(one.get("environment", {}).get("hardware", "unknown")) for one in records)
-    commits = Counter(_shortened(str(one.get("commit", "unknown"))) for one in records)
+    hardware = Counter(str(record.get("environment", {}).get("hardware", "unknown")) for record in records)
+    commits = Counter(_shortened(str(record.get("commit", "unknown"))) for record in records)
     texts: dict[str, set[str]] = {}
-    for one in records:
-        for name, checksum in one.get("data", {}).items() if one["kind"] == "pretrain" else ():
-            texts.setdefault(f"{one['run'].split('-')[0]}, {name}", set()).add(checksum)
-    other = sorted(name for name, checksums in texts.items() if len(checksums) > 1)
-    warning = f" **Runs were not all trained on the same texts: {'; '.join(other)}.**" if other else ""
+    for record in records:
+        for name, checksum in record.get("data", {}).items() if record["kind"] == "pretrain" else ():
+            texts.setdefault(f"{record['run'].split('-')[0]}, {name}", set()).add(checksum)
+    differing = sorted(name for name, checksums in texts.items() if len(checksums) > 1)
+    warning = (
+        f" **Runs were not all trained on the same texts: {'; '.join(differing)}.**" if differing else ""
+    )
     return f"Made on {_counted(hardware)}, at commit {_counted(commits)}.{warning}"
 
 

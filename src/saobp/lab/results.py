@@ -81,7 +81,7 @@ class Results:
 
     @contextmanager
     def reading(self, model: PretrainRun) -> Iterator[None]:
-        """Context that takes values from records of a model; one of another form is named in a sentence."""
+        """Context for reading a model's records; an error of an unexpected form names the model."""
         try:
             yield
         except (KeyError, TypeError, IndexError, AttributeError) as problem:
@@ -98,15 +98,15 @@ class Results:
         self, of: Callable[[PretrainRun], float | None], family: str = "bert", other_corpus: str | None = None
     ) -> Values:
         """One number per model, where available; methods in the order of the experiment."""
-        found: Values = {}
+        by_method: Values = {}
         for model in self.models(family, other_corpus):
             with self.reading(model):
                 value = of(model)
                 if not isinstance(value, int | float | None):
                     raise TypeError(f"{value!r} is no number")
             if value is not None:
-                found.setdefault(model.method.key, {})[model.seed] = value
-        return found
+                by_method.setdefault(model.method.key, {})[model.seed] = value
+        return by_method
 
     def perplexity(self, model: PretrainRun) -> float | None:
         """On held-out rows at the end of pretraining."""
@@ -115,8 +115,8 @@ class Results:
     def tokens_until(self, model: PretrainRun, loss: float) -> float | None:
         """Millions of tokens until the training loss first fell below a value; None if it never did."""
         reached = (line["tokens"] for line in self.run(model).metrics() if line.get("loss", loss) < loss)
-        found = next(reached, None)
-        return None if found is None else found / 1e6
+        tokens = next(reached, None)
+        return None if tokens is None else tokens / 1e6
 
     def speed(self, model: PretrainRun) -> float | None:
         """Training tokens per second, of a run that did not share the machine."""
@@ -133,8 +133,8 @@ class Results:
         """One number of each measurement that was taken."""
 
         def value(model: PretrainRun) -> float | None:
-            taken = self.measured(model, measure)
-            return None if taken is None else of(taken)
+            measurement = self.measured(model, measure)
+            return None if measurement is None else of(measurement)
 
         return self.values(value, family)
 
@@ -147,8 +147,8 @@ class Results:
 
     def score(self, model: PretrainRun, task: str) -> float | None:
         """Of the last epoch, in percent."""
-        found = self.tuned(model, task)
-        return None if found is None else found[EPOCH]["mean"]
+        result = self.tuned(model, task)
+        return None if result is None else result[EPOCH]["mean"]
 
     def scores(self, task: str) -> Values:
         """Of the last epoch of each model, in percent."""
@@ -169,8 +169,8 @@ class Results:
 
     def is_partial(self, task: str) -> bool:
         """Whether any model was fine-tuned on a partial or replaced task."""
-        found = (self.tuned(model, task) for model in self.models())
-        return any(one["partial"] for one in found if one is not None)
+        results = (self.tuned(model, task) for model in self.models())
+        return any(result["partial"] for result in results if result is not None)
 
     def epochs(self, model: PretrainRun, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Metrics and health of each epoch of a fine-tuning run."""
@@ -182,37 +182,37 @@ class Results:
 
     def records(self) -> list[dict[str, Any]]:
         """The record of every run behind the experiment's page."""
-        found = []
+        records = []
         for family in FAMILIES:
             for other_corpus in (None, *self.experiment.corpora):
                 for model in self.models(family, other_corpus):
                     run = self.run(model)
-                    found.append(_recorded(model.name, "pretrain", run))
-                    found += self._later_records(model)
-        return found
+                    records.append(_recorded(model.name, "pretrain", run))
+                    records += self._later_records(model)
+        return records
 
     def _later_records(self, model: PretrainRun) -> list[dict[str, Any]]:
-        found = []
+        records = []
         for task in self.experiment.tasks if model.other_corpus is None else ():
             tuning = self.tuning(model, task)
             for seed in tuning.seeds:
                 run = RunFolder(seed_folder(tuning.folder(self.runs), seed))
                 if run.is_finished:
-                    found.append(_recorded(tuning.record_name(seed), "finetune", run))
+                    records.append(_recorded(tuning.record_name(seed), "finetune", run))
         for measure in self.experiment.measures if model.other_corpus is None else ():
-            taken = self.measured(model, measure)
-            if taken is not None:
-                own = {name: taken[name] for name in RECORDED if name in taken}
+            measurement = self.measured(model, measure)
+            if measurement is not None:
+                provenance = {name: measurement[name] for name in RECORDED if name in measurement}
                 record = {"run": Measurement(model, measure).name, "kind": "measure", "seed": model.seed}
-                found.append({**record, **own})
-        return found
+                records.append({**record, **provenance})
+        return records
 
     def missing(self) -> list[str]:
         """Names of the missing runs and measurements."""
-        one = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
-        names = [model.name for model in one.pretrain_runs() if not self.is_there(model)]
-        names += [t.name for t in one.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
-        return names + [m.name for m in one.measurements() if not m.file(self.runs).exists()]
+        plan = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
+        names = [model.name for model in plan.pretrain_runs() if not self.is_there(model)]
+        names += [t.name for t in plan.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
+        return names + [m.name for m in plan.measurements() if not m.file(self.runs).exists()]
 
 
 def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[str, Any]]:

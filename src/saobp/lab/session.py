@@ -105,7 +105,7 @@ class Session:
         self._report(stage, result)
 
     def _measure(self, is_wanted: Callable[[Measurement], bool]) -> StageResult:
-        work = [one for one in self.plan.measurements() if is_wanted(one)]
+        work = [measurement for measurement in self.plan.measurements() if is_wanted(measurement)]
         return measure_all(work, self.folders.runs, self.sources, self.notify, self.progress)
 
     def _report(self, stage: str, result: StageResult) -> None:
@@ -142,16 +142,16 @@ class Session:
         """Items of a stage that are not done."""
         runs, plan = self.folders.runs, self.plan
         if stage == "pretrain":
-            return sum(not RunFolder(one.folder(runs)).is_finished for one in plan.pretrain_runs())
+            return sum(not RunFolder(item.folder(runs)).is_finished for item in plan.pretrain_runs())
         if stage == "finetune":
-            return sum(not is_finetuned(one, runs) for one in plan.finetune_runs())
-        return sum(not is_measured(one, runs) for one in plan.measurements())
+            return sum(not is_finetuned(item, runs) for item in plan.finetune_runs())
+        return sum(not is_measured(item, runs) for item in plan.measurements())
 
     def _tokenize(self) -> None:
         models = self.plan.pretrain_runs()
-        for recipe in {(one.recipe.family, one.recipe.corpus): one.recipe for one in models}.values():
-            found = self.sources.texts(recipe)
-            self.notify(f"{recipe.family}: {', '.join(found.train.stores)} in {self.folders.tokens}")
+        for recipe in {(model.recipe.family, model.recipe.corpus): model.recipe for model in models}.values():
+            texts = self.sources.texts(recipe)
+            self.notify(f"{recipe.family}: {', '.join(texts.train.stores)} in {self.folders.tokens}")
 
     def _tabulate(self) -> None:
         from saobp.lab.tabulate import tabulate
@@ -166,13 +166,13 @@ class Session:
         from saobp.report.page_assets import MissingPlotlyError
 
         runs, scale = self.folders.runs, self.plan.scale.name
-        known = [(model, RunFolder(model.folder(runs))) for model in self.plan.pretrain_runs()]
-        finished = [model for model, run in known if run.is_finished and not run.record.get(RESTORED)]
+        folders = [(model, RunFolder(model.folder(runs))) for model in self.plan.pretrain_runs()]
+        finished = [model for model, run in folders if run.is_finished and not run.record.get(RESTORED)]
         for family in dict.fromkeys(model.family for model in finished):
-            targets = [one.name for one in self.plan.experiments if getattr(one, family)]
-            own = {model.folder(runs): model.method.key for model in finished if model.family == family}
+            targets = [experiment.name for experiment in self.plan.experiments if getattr(experiment, family)]
+            methods = {model.folder(runs): model.method.key for model in finished if model.family == family}
             try:
-                page = write_reproduction(own, self.folders.out, targets, scale, family)
+                page = write_reproduction(methods, self.folders.out, targets, scale, family)
             except MissingPlotlyError as problem:
                 self.notify(str(problem))
                 return

@@ -37,8 +37,8 @@ class DataSources:
 
     def texts(self, recipe: PretrainRecipe) -> PretrainingData:
         """Rows for one run; runs of one family and corpus share them, each in the order of its seed."""
-        found = _texts(self, recipe.family, recipe.corpus, recipe.length)
-        return replace(found, train=found.train.with_seed(recipe.seed))
+        texts = _texts(self, recipe.family, recipe.corpus, recipe.length)
+        return replace(texts, train=texts.train.with_seed(recipe.seed))
 
 
 @functools.lru_cache(maxsize=4)
@@ -88,7 +88,7 @@ def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: 
     """Train, and say in a sentence how it went."""
     texts = sources.texts(model.recipe)
     try:
-        found = pretrain(
+        result = pretrain(
             model.recipe,
             run.path,
             train=texts.train,
@@ -100,8 +100,10 @@ def _pretrain(model: PretrainRun, run: RunFolder, sources: DataSources, notify: 
         )
     finally:
         free_memory()
-    perplexity, rate = found.eval_perplexity or float("nan"), (found.tokens_per_second or 0) / 1e6
-    return f"{model.name}: held-out perplexity {perplexity:.3f}, {found.seconds:.0f} s, {rate:.2f} M tokens/s"
+    perplexity, rate = result.eval_perplexity or float("nan"), (result.tokens_per_second or 0) / 1e6
+    return (
+        f"{model.name}: held-out perplexity {perplexity:.3f}, {result.seconds:.0f} s, {rate:.2f} M tokens/s"
+    )
 
 
 def finetune_all(
@@ -116,7 +118,7 @@ def finetune_all(
     def run(one: FinetuneRun) -> None:
         began = time.monotonic()
         try:
-            found = finetune(
+            result = finetune(
                 one.model.folder(runs) / "model",
                 _task(one.task, sources.data_dir, sources.scale.rows),
                 one.folder(runs),
@@ -127,7 +129,7 @@ def finetune_all(
         finally:
             free_memory()
         seconds = time.monotonic() - began
-        progress(f"{one.name}: {found['metric']} {found['last']['mean']:.2f} in {seconds:.0f} s")
+        progress(f"{one.name}: {result['metric']} {result['last']['mean']:.2f} in {seconds:.0f} s")
 
     return _with_models(work, is_finetuned, run, runs, notify, progress)
 
@@ -144,7 +146,7 @@ def measure_all(
     def run(one: Measurement) -> None:
         model = RunFolder(one.model.folder(runs)).model
         try:
-            taken = take_measurement(
+            measurement = take_measurement(
                 one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir
             )
         finally:
@@ -158,8 +160,8 @@ def measure_all(
         }
         path = one.file(runs)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**record, **taken})
-        progress(f"{one.name}: {taken['seconds']:.1f} s")
+        write_json(path, {**record, **measurement})
+        progress(f"{one.name}: {measurement['seconds']:.1f} s")
 
     return _with_models(work, is_measured, run, runs, notify, progress)
 
@@ -194,9 +196,12 @@ def _with_models(
     """Run the items whose models are there; one sentence names the missing ones."""
     items = [
         WorkItem(
-            one.name, partial(is_done, one, runs), partial(run, one), partial(missing_model, one.model, runs)
+            item.name,
+            partial(is_done, item, runs),
+            partial(run, item),
+            partial(missing_model, item.model, runs),
         )
-        for one in work
+        for item in work
     ]
     result = work_through(items, runs, notify, progress)
     missing = list(dict.fromkeys(result.waiting.values()))

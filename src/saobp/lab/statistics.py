@@ -30,11 +30,11 @@ class Spread:
 
 def spread(values: Iterable[float]) -> Spread | None:
     """None for no values."""
-    found = list(values)
-    if not found:
+    numbers = list(values)
+    if not numbers:
         return None
-    deviation = float(np.std(found, ddof=1)) if len(found) > 1 else None
-    return Spread(float(np.mean(found)), deviation, len(found))
+    deviation = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
+    return Spread(float(np.mean(numbers)), deviation, len(numbers))
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def paired_gain(
     seeds = sorted(set(method) & set(base))
     if not seeds:
         return None
-    own, other = [method[seed] for seed in seeds], [base[seed] for seed in seeds]
-    count, mean = len(seeds), float(np.mean(np.subtract(own, other)))
+    method_values, base_values = [method[seed] for seed in seeds], [base[seed] for seed in seeds]
+    count, mean = len(seeds), float(np.mean(np.subtract(method_values, base_values)))
     if count == 1:
         return Gain(mean, None, None, 1, "undecided")
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # for equal differences
-        interval = stats.ttest_rel(own, other).confidence_interval(CONFIDENCE)
+        interval = stats.ttest_rel(method_values, base_values).confidence_interval(CONFIDENCE)
     low, high = float(interval.low), float(interval.high)
     return Gain(
         mean, low, high, count, _verdict(low, high, higher_is_better) if count >= least_pairs else "undecided"
@@ -152,7 +152,7 @@ def claim_status(paper: float, gain: Gain | None, *, same_size: bool = True) -> 
     return "reproduces" if gain.difference * paper > 0 else "does not reproduce"
 
 
-def in_per_cent(gain: Gain) -> Gain:
+def as_percent(gain: Gain) -> Gain:
     """Differences of losses in nats as per cent of perplexity."""
     low, high = (None if end is None else 100 * math.expm1(end) for end in (gain.low, gain.high))
     return Gain(100 * math.expm1(gain.difference), low, high, gain.pairs, gain.verdict)

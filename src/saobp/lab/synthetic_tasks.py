@@ -76,18 +76,18 @@ def task_rows(spec: TaskSpec, count: int, seed: int) -> list[Row]:
     draw = random.Random(f"{spec.name} {seed}")
     if spec.name in ("race-middle", "hellaswag"):
         make: Callable[..., Row] = _race if spec.name == "race-middle" else _hellaswag
-        return [make(draw, place, seed) for place in range(count)]
+        return [make(draw, row, seed) for row in range(count)]
     if spec.kind == "span":
-        return [_squad(draw, place, seed) for place in range(count)]
-    return [_labelled(draw, spec, place) for place in range(count)]
+        return [_squad(draw, row, seed) for row in range(count)]
+    return [_labelled(draw, spec, row) for row in range(count)]
 
 
 def wikitext_rows(articles: int, seed: int) -> list[Row]:
     """Lines of articles, each starting with a title line."""
     draw = random.Random(f"wikitext {seed}")
     lines = []
-    for place in range(articles):
-        lines += [" ", f" = {draw.choice(NOUNS).title()} {seed} {place} = ", " "]
+    for number in range(articles):
+        lines += [" ", f" = {draw.choice(NOUNS).title()} {seed} {number} = ", " "]
         lines += [" ".join(sentence(draw) for _ in range(4)) for _ in range(3)]
     return [{"text": line} for line in lines]
 
@@ -97,52 +97,53 @@ def sentence(draw: random.Random) -> str:
     return f"the {who} {draw.choice(VERBS)} the {what} near the {where} ."
 
 
-def _labelled(draw: random.Random, spec: TaskSpec, place: int) -> Row:
+def _labelled(draw: random.Random, spec: TaskSpec, row: int) -> Row:
     if spec.kind == "regression":
         label: Any = float(draw.randrange(6))
         words = draw.sample(NOUNS, 5)
         same = words[: int(label)] + draw.sample(VERBS, 5 - int(label))
-        return {"sentence1": " ".join(words), "sentence2": " ".join(same), "label": label, "idx": place}
+        return {"sentence1": " ".join(words), "sentence2": " ".join(same), "label": label, "idx": row}
     label = draw.randrange(len(spec.labels))
     texts = {name: sentence(draw) for name in spec.texts}
     texts[spec.texts[-1]] += f" that is {SIGNS[label]} ."
     return {**texts, spec.label: bool(label) if spec.name == "boolq" else label}
 
 
-def _squad(draw: random.Random, place: int, seed: int) -> Row:
-    named = draw.sample(NOUNS, 3)
-    colours = [draw.choice(COLOURS) for _ in named]
+def _squad(draw: random.Random, row: int, seed: int) -> Row:
+    subjects = draw.sample(NOUNS, 3)
+    colours = [draw.choice(COLOURS) for _ in subjects]
     facts = [
-        f"The {noun} of town {seed} {place} is {colour}." for noun, colour in zip(named, colours, strict=True)
+        f"The {noun} of town {seed} {row} is {colour}."
+        for noun, colour in zip(subjects, colours, strict=True)
     ]
     filler = " ".join(sentence(draw) for _ in range(draw.randrange(1, 6)))
     context = f"{filler} {' '.join(facts)}"
-    asked = draw.randrange(3)
-    start = context.index(facts[asked]) + facts[asked].rindex(colours[asked])
+    target = draw.randrange(3)
+    start = context.index(facts[target]) + facts[target].rindex(colours[target])
     return {
-        "id": f"{seed}-{place}",
+        "id": f"{seed}-{row}",
         "title": "Town",
         "context": context,
-        "question": f"What is the colour of the {named[asked]}?",
-        "answers": {"text": [colours[asked]], "answer_start": [start]},
+        "question": f"What is the colour of the {subjects[target]}?",
+        "answers": {"text": [colours[target]], "answer_start": [start]},
     }
 
 
-def _hellaswag(draw: random.Random, place: int, seed: int) -> Row:
+def _hellaswag(draw: random.Random, row: int, seed: int) -> Row:
     label = draw.randrange(4)
     endings = [f"and it is {SIGNS[1] if number == label else SIGNS[0]} ." for number in range(4)]
-    return {"ind": place, "ctx": f"{sentence(draw)} {seed} {place}", "endings": endings, "label": label}
+    return {"ind": row, "ctx": f"{sentence(draw)} {seed} {row}", "endings": endings, "label": label}
 
 
-def _race(draw: random.Random, place: int, seed: int) -> Row:
-    article = place // 2
+def _race(draw: random.Random, row: int, seed: int) -> Row:
+    article = row // 2
     story = random.Random(f"article {seed} {article}")
     label = draw.randrange(4)
     questions = ("What is it like?", "One can say that it is   _  .")
     return {
         "example_id": f"middle{seed}{article}.txt",
         "article": f"Story {seed} {article}. {sentence(story)} {sentence(story)}",
-        "question": questions[place % 2],
+        "question": questions[row % 2],
         "options": [SIGNS[1] if number == label else f"{SIGNS[0]} {COLOURS[number]}" for number in range(4)],
         "answer": "ABCD"[label],
     }

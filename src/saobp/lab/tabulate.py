@@ -101,16 +101,25 @@ def write_overview(out: Path) -> list[Path]:
     """``README.md``, ``verdicts.md`` and ``undecided.md`` of a results folder, from the outcomes in it."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes = [_outcome(path) for path in sorted(out.glob("*/*.json")) if path.stem in SCALES]
-    outcomes.sort(key=lambda one: (list(EXPERIMENTS).index(one["target"]), list(SCALES).index(one["scale"])))
+    outcomes.sort(
+        key=lambda outcome: (list(EXPERIMENTS).index(outcome["target"]), list(SCALES).index(outcome["scale"]))
+    )
     story = out / STORY
     introduction = [story.read_text(encoding="utf-8").strip()] if story.exists() else []
-    smoke = [SMOKE] if any(one["scale"] == "smoke" for one in outcomes) else []
-    serious = [one for one in outcomes if one["scale"] != "smoke"] or outcomes
-    own = [path.parent.name for path in sorted(out.glob("*/README.md")) if path.parent.name in EXPERIMENTS]
+    smoke = [SMOKE] if any(outcome["scale"] == "smoke" for outcome in outcomes) else []
+    serious = [outcome for outcome in outcomes if outcome["scale"] != "smoke"] or outcomes
+    with_page = [
+        path.parent.name for path in sorted(out.glob("*/README.md")) if path.parent.name in EXPERIMENTS
+    ]
     pages = {
         "README.md": ["# Results", *introduction, *smoke, CONTENTS],
         "verdicts.md": ["# Verdicts", *smoke, RULES, *_verdicts(serious), *_pages(outcomes)],
-        "undecided.md": ["# Undecided, and not run", *smoke, *_undecided(serious), *_not_run(outcomes, own)],
+        "undecided.md": [
+            "# Undecided, and not run",
+            *smoke,
+            *_undecided(serious),
+            *_not_run(outcomes, with_page),
+        ],
     }
     for name, parts in pages.items():
         write_atomically(out / name, "\n\n".join(parts) + "\n")
@@ -118,11 +127,11 @@ def write_overview(out: Path) -> list[Path]:
 
 
 def _outcome(path: Path) -> dict[str, Any]:
-    found = read_object(path)
-    known = found.get("target") in EXPERIMENTS and found.get("scale") in SCALES
-    if not known or not {"kind", "title", "runs", "missing", "claims"} <= set(found):
+    content = read_object(path)
+    is_known = content.get("target") in EXPERIMENTS and content.get("scale") in SCALES
+    if not is_known or not {"kind", "title", "runs", "missing", "claims"} <= set(content):
         raise ValueError(f"{path} is no outcome of an experiment: tabulate it again, or remove it")
-    return found
+    return content
 
 
 def _verdicts(outcomes: list[dict[str, Any]]) -> Iterable[str]:
@@ -130,10 +139,10 @@ def _verdicts(outcomes: list[dict[str, Any]]) -> Iterable[str]:
         yield f"## {title}"
         yield _claims(outcomes, status) or "Nothing so far."
     answers = [
-        [claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"], _link(one)]
-        for one in outcomes
-        for claim in one["claims"]
-        if one["kind"] == "question" and claim["status"] not in ("not run", UNDECIDED)
+        [claim["words"], ANSWERS.get(claim["status"], claim["status"]), claim["detail"], _link(outcome)]
+        for outcome in outcomes
+        for claim in outcome["claims"]
+        if outcome["kind"] == "question" and claim["status"] not in ("not run", UNDECIDED)
     ]
     yield "## Questions of ours"
     header = ("is it so?", "answer", "our difference", "page")
@@ -143,8 +152,14 @@ def _verdicts(outcomes: list[dict[str, Any]]) -> Iterable[str]:
 def _pages(outcomes: list[dict[str, Any]]) -> Iterable[str]:
     yield "## Pages"
     rows = [
-        [one["title"], _link(one), one["kind"], str(one["runs"]), str(len(one["missing"]))]
-        for one in outcomes
+        [
+            outcome["title"],
+            _link(outcome),
+            outcome["kind"],
+            str(outcome["runs"]),
+            str(len(outcome["missing"])),
+        ]
+        for outcome in outcomes
     ]
     header = ("what", "page", "kind", "runs behind it", "runs missing")
     yield markdown_table(header, rows) if rows else "None so far."
@@ -159,38 +174,38 @@ def _undecided(outcomes: list[dict[str, Any]]) -> Iterable[str]:
 def _claims(outcomes: list[dict[str, Any]], status: Status, *, questions: bool = False) -> str:
     """A table of claims of one status; duplicates are listed with their first page."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for one in outcomes:
-        for claim in one["claims"]:
-            if claim["status"] == status and (questions or one["kind"] != "question"):
-                found = (claim["words"], claim["detail"])
-                rows.setdefault(found, [*found, _link(one)])
+    for outcome in outcomes:
+        for claim in outcome["claims"]:
+            if claim["status"] == status and (questions or outcome["kind"] != "question"):
+                key = (claim["words"], claim["detail"])
+                rows.setdefault(key, [*key, _link(outcome)])
     return markdown_table(("claim", "our difference", "page"), list(rows.values())) if rows else ""
 
 
 def _not_run(outcomes: list[dict[str, Any]], own: Sequence[str]) -> Iterable[str]:
     """own: experiments with a page of their own, as the arena's, which says what of them was not run"""
     yield "## Pages without results"
-    there = {(one["target"], one["scale"]) for one in outcomes}
+    there = {(outcome["target"], outcome["scale"]) for outcome in outcomes}
     lines, nothing_of = [], []
     for scale in (name for name in SCALES if name != "smoke"):
-        asked = [
+        expected = [
             name
-            for name, one in EXPERIMENTS.items()
-            if (scale in PRINTED or not one.batches) and name not in own
+            for name, experiment in EXPERIMENTS.items()
+            if (scale in PRINTED or not experiment.batches) and name not in own
         ]
-        absent = [name for name in asked if (name, scale) not in there]
-        if len(absent) == len(asked):
+        absent = [name for name in expected if (name, scale) not in there]
+        if len(absent) == len(expected):
             nothing_of.append(scale)
         elif absent:
             lines.append(f"- {scale}: {', '.join(absent)}")
     if nothing_of:
         lines.append(f"- {', '.join(nothing_of)}: everything")
     lines += [f"- {name}: [see its page]({name}/README.md)" for name in own]
-    for one in outcomes:
-        skipped = [claim["words"] for claim in one["claims"] if claim["status"] == "not run"]
-        if skipped and one["scale"] != "smoke":
+    for outcome in outcomes:
+        skipped = [claim["words"] for claim in outcome["claims"] if claim["status"] == "not run"]
+        if skipped and outcome["scale"] != "smoke":
             words = "; ".join(skipped) if len(skipped) <= LISTED else f"{len(skipped)} claims of the page"
-            lines.append(f"- {_link(one)}: {words}")
+            lines.append(f"- {_link(outcome)}: {words}")
     yield "\n".join(lines) if lines else "Nothing was left out."
 
 
@@ -237,18 +252,18 @@ def write_reproduction(
             is_open = all(claim["status"] == UNDECIDED for claim in claims)
             tables = undecided if is_open else decided
             tables.append(PageTable(outcome["title"], columns, rows, " ".join(notes)))
-    shown = list(runs)[:MOST_RUNS]
+    drawn = list(runs)[:MOST_RUNS]
     title = f"Reproduction, {scale} scale, {FAMILY_NAMES[family]}"
     if len(runs) > MOST_RUNS:
         title += f": the first {MOST_RUNS} of {len(runs)} runs"
-    styles = _styles([runs[run] for run in shown])
+    styles = _styles([runs[run] for run in drawn])
     page = results / f"report-{scale}-{family}.html"
-    return write_report(shown, page, title=title, tables=[*decided, *undecided], styles=styles)
+    return write_report(drawn, page, title=title, tables=[*decided, *undecided], styles=styles)
 
 
 def _styles(methods: Sequence[str]) -> list[tuple[str, str, int]]:
     """Colours of each method; further runs of one, as of another seed, are dashed."""
     return [
-        (STYLES[key].colour, STYLES[key].on_dark, methods[:place].count(key))
-        for place, key in enumerate(methods)
+        (STYLES[key].colour, STYLES[key].on_dark, methods[:index].count(key))
+        for index, key in enumerate(methods)
     ]

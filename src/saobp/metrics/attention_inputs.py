@@ -64,40 +64,40 @@ class AttentionInputs:
 
     def select(self, items: slice, heads: slice) -> AttentionInputs:
         """The given texts and heads, with shared keys repeated for their query heads."""
-        own = self.texts(items)
+        inputs = self.texts(items)
         groups = self.query.shape[1] // self.key.shape[1]
         positions = torch.arange(heads.start, heads.stop, device=self.key.device) // groups
         return replace(
-            own,
-            query=own.query[:, heads],
-            key=own.key[:, positions] if groups > 1 else own.key[:, heads],
-            strength=own.strength[heads] if own.strength.ndim == 1 else own.strength[:, :, heads],
-            visible=_part(own.visible, 1, heads),
-            bias=_part(own.bias, 1, heads),
+            inputs,
+            query=inputs.query[:, heads],
+            key=inputs.key[:, positions] if groups > 1 else inputs.key[:, heads],
+            strength=inputs.strength[heads] if inputs.strength.ndim == 1 else inputs.strength[:, :, heads],
+            visible=_part(inputs.visible, 1, heads),
+            bias=_part(inputs.bias, 1, heads),
         )
 
     def without_empty_texts(self) -> AttentionInputs:
         """Without texts that are all padding, as in a padded last batch."""
         if self.padding_mask is None:
             return self
-        kept = self.padding_mask.any(-1).nonzero()[:, 0]
-        return self if len(kept) == len(self.padding_mask) else self.texts(kept)
+        nonempty = self.padding_mask.any(-1).nonzero()[:, 0]
+        return self if len(nonempty) == len(self.padding_mask) else self.texts(nonempty)
 
     def unpadded_text(self, item: int) -> AttentionInputs:
         """One text without its padding; grouped keys stay grouped."""
-        own = self.texts(slice(item, item + 1))
+        inputs = self.texts(slice(item, item + 1))
         if self.padding_mask is None:
-            return own
+            return inputs
         real = self.padding_mask[item].nonzero()[:, 0]
-        strength = own.strength
+        strength = inputs.strength
         return replace(
-            own,
-            query=own.query[:, :, real],
-            key=own.key[:, :, real],
+            inputs,
+            query=inputs.query[:, :, real],
+            key=inputs.key[:, :, real],
             strength=strength if strength.ndim == 1 else _part(_part(strength, 3, real), 4, real),
             padding_mask=None,
-            visible=_part(_part(own.visible, 2, real), 3, real),
-            bias=_part(_part(own.bias, 2, real), 3, real),
+            visible=_part(_part(inputs.visible, 2, real), 3, real),
+            bias=_part(_part(inputs.bias, 2, real), 3, real),
         )
 
     def mask(self) -> Mask:
@@ -127,8 +127,8 @@ class AttentionInputs:
         scores, graph = self.scores()
         if self.refinement.factor == "none":
             return unchecked_maps(graph.mask_rows(graph.mask_scores(scores).softmax(-1)), self.padding_mask)
-        found = refine_scores(scores, self.refinement, head_strength(self.strength, scores), graph)
-        return unchecked_maps(found.rows, self.padding_mask)
+        beliefs = refine_scores(scores, self.refinement, head_strength(self.strength, scores), graph)
+        return unchecked_maps(beliefs.rows, self.padding_mask)
 
 
 def _part(values: Tensor | None, dimension: int, chosen: slice | Tensor) -> Any:
@@ -207,9 +207,13 @@ def _mask_kind(visible: Tensor, padding: Tensor | None) -> str | None:
 
 def is_cross_attention(call: AttentionCall) -> bool:
     """Whether keys come from another sequence; equal lengths do not rule that out."""
-    own = call.name.rpartition(".")[2].lower()
-    named = any(word in own for word in ("cross", "encoder_attn", "encdecattention"))
-    return named or ".crossattention" in call.name or bool(getattr(call.module, "is_cross_attention", False))
+    module_name = call.name.rpartition(".")[2].lower()
+    has_cross_name = any(word in module_name for word in ("cross", "encoder_attn", "encdecattention"))
+    return (
+        has_cross_name
+        or ".crossattention" in call.name
+        or bool(getattr(call.module, "is_cross_attention", False))
+    )
 
 
 def check_options(call: AttentionCall) -> None:

@@ -104,11 +104,11 @@ def measure_heads(
     on_maps: OnMaps | None = None,
 ) -> dict[str, Estimate]:
     """``measure`` without checks; the exact method shows its maps to ``on_maps``."""
-    wanted = checked_statistics(method, statistics)
+    names = checked_statistics(method, statistics)
     with torch.no_grad(), without_autocast(heads.query.device.type):
         if method == "sampled":
-            return _sampled(heads, wanted, beta, hops, checked_sampling(sampling))
-        return exact_statistics(heads, wanted, beta, hops, on_maps)
+            return _sampled(heads, names, beta, hops, checked_sampling(sampling))
+        return exact_statistics(heads, names, beta, hops, on_maps)
 
 
 def checked_statistics(
@@ -119,18 +119,18 @@ def checked_statistics(
         raise ValueError(f"method must be {' or '.join(map(repr, methods))}, not {method!r}")
     if isinstance(statistics, str):
         raise ValueError(f"statistics must be a list of names, as in [{statistics!r}], not text")
-    known = STATISTICS if method == "exact" else SAMPLED
-    wanted = tuple(known if statistics is None else statistics)
-    unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
+    available = STATISTICS if method == "exact" else SAMPLED
+    names = tuple(available if statistics is None else statistics)
+    unknown = [name for name in names if name not in available]
+    if unknown or not names:
         what = f"unknown statistic {', '.join(map(str, unknown))}" if unknown else "no statistic asked for"
         more = "; method 'exact' has it" if unknown and set(unknown) <= set(STATISTICS) else ""
-        raise ValueError(f"{what}: method {method!r} has {', '.join(known)}{more}")
-    return wanted
+        raise ValueError(f"{what}: method {method!r} has {', '.join(available)}{more}")
+    return names
 
 
 def _sampled(
-    heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, sampling: Sampling
+    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, sampling: Sampling
 ) -> dict[str, Estimate]:
     generator = torch.Generator(heads.query.device).manual_seed(sampling.seed)
     texts = []
@@ -138,16 +138,16 @@ def _sampled(
         text = heads.unpadded_text(item)
         tokens, dim = text.query.shape[-2:]
         draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
-        kind = _at_least_bfloat16_range(text.query[:0]).dtype
-        held = STATES_HELD * kind.itemsize + SUMS_HELD * max(4, kind.itemsize)
-        for _, some in blocks(1, text.query.shape[1], held * tokens * max(sampling.probes, dim)):
+        dtype = _at_least_bfloat16_range(text.query[:0]).dtype
+        bytes_per_entry = STATES_HELD * dtype.itemsize + SUMS_HELD * max(4, dtype.itemsize)
+        for _, some in blocks(1, text.query.shape[1], bytes_per_entry * tokens * max(sampling.probes, dim)):
             part = text.select(slice(0, 1), some)
             query, key = _at_least_bfloat16_range(part.query[0]), _at_least_bfloat16_range(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)
-            parts.append(observe(operator, query, wanted, beta, hops, draws))
-        seen = {name: torch.cat([part[name] for part in parts]) for name in wanted}
-        texts.append({name: estimate(name, values, draws, kind) for name, values in seen.items()})
-    return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in wanted}
+            parts.append(observe(operator, query, names, beta, hops, draws))
+        seen = {name: torch.cat([part[name] for part in parts]) for name in names}
+        texts.append({name: estimate(name, values, draws, dtype) for name, values in seen.items()})
+    return {name: Estimate.joined([text[name] for text in texts], torch.stack) for name in names}
 
 
 def _at_least_bfloat16_range(states: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ OnMaps = Callable[[slice, Tensor], object]
 
 
 def exact_statistics(
-    heads: AttentionInputs, wanted: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
+    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
 ) -> dict[str, Estimate]:
     """Each statistic of every head, ``[batch, heads]``; ``on_maps`` is called with all maps, block by block.
 
@@ -184,34 +184,34 @@ def exact_statistics(
     """
     batch, count = heads.query.shape[:2]
     precision = torch.promote_types(heads.query.dtype, torch.float32)
-    values = {name: heads.query.new_empty(batch, count, dtype=precision) for name in wanted}
+    values = {name: heads.query.new_empty(batch, count, dtype=precision) for name in names}
     on_cpu = heads.query.device.type == "cpu"
     working = CPU_WORKING_BYTES if on_cpu else WORKING_BYTES
-    for texts, own in _without_padding(heads):
-        length = own.query.shape[-2]
-        for items, some in blocks(len(own.query), count, MAPS_HELD * 4 * length**2, working):
-            maps = own.select(items, some).maps()
-            place = slice(texts.start + items.start, texts.start + items.stop)
-            found = map_statistics(maps, wanted, beta, hops, triangular=on_cpu and own.causal)
-            for name, value in found.items():
-                values[name][place, some] = value
+    for texts, inputs in _without_padding(heads):
+        length = inputs.query.shape[-2]
+        for items, some in blocks(len(inputs.query), count, MAPS_HELD * 4 * length**2, working):
+            maps = inputs.select(items, some).maps()
+            batch_slice = slice(texts.start + items.start, texts.start + items.stop)
+            block_values = map_statistics(maps, names, beta, hops, triangular=on_cpu and inputs.causal)
+            for name, value in block_values.items():
+                values[name][batch_slice, some] = value
             if on_maps is not None:
-                on_maps(place, maps.rows)
+                on_maps(batch_slice, maps.rows)
     return {name: exact_estimate(value) for name, value in values.items()}
 
 
 def map_statistics(
-    maps: Maps, wanted: tuple[str, ...], beta: float, hops: int, *, triangular: bool
+    maps: Maps, names: tuple[str, ...], beta: float, hops: int, *, triangular: bool
 ) -> dict[str, Tensor]:
     """Each statistic of some maps; ``triangular`` says that all are causal."""
-    found = {name: WITHOUT_PATHS[name](maps) for name in wanted if name in WITHOUT_PATHS}
-    if len(found) < len(wanted):
+    values = {name: WITHOUT_PATHS[name](maps) for name in names if name in WITHOUT_PATHS}
+    if len(values) < len(names):
         paths = indirect_paths(maps.rows, beta, hops, triangular=triangular)
-        if "gtd" in wanted:
-            found["gtd"] = indirect_share(maps.rows, paths)
-        if "indirect_entropy" in wanted:
-            found["indirect_entropy"] = maps.mean_over_rows(normalised_entropy(paths))
-    return found
+        if "gtd" in names:
+            values["gtd"] = indirect_share(maps.rows, paths)
+        if "indirect_entropy" in names:
+            values["indirect_entropy"] = maps.mean_over_rows(normalised_entropy(paths))
+    return values
 
 
 def _without_padding(heads: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
@@ -227,9 +227,9 @@ def blocks(
     batch: int, heads: int, bytes_per_head: int, working: int | None = None
 ) -> Iterator[tuple[slice, slice]]:
     """Texts and heads that fit into the working memory together, in blocks of nearly one size."""
-    room = max(1, (WORKING_BYTES if working is None else working) // max(bytes_per_head, 1))
-    for items in even_slices(batch, max(1, room // heads)):
-        for some in even_slices(heads, room):
+    per_block = max(1, (WORKING_BYTES if working is None else working) // max(bytes_per_head, 1))
+    for items in even_slices(batch, max(1, per_block // heads)):
+        for some in even_slices(heads, per_block):
             yield items, some
 
 

@@ -177,7 +177,7 @@ class Draws(NamedTuple):
 def observe(
     operator: AttentionOperator,
     states: Tensor,
-    wanted: Collection[str],
+    names: Collection[str],
     beta: float,
     hops: int,
     draws: Draws,
@@ -191,16 +191,16 @@ def observe(
     precision = torch.promote_types(states.dtype, torch.float32)
     seen: dict[str, Tensor] = {}
     forward = backward = paths = direct = None
-    if "gtd" in wanted:
+    if "gtd" in names:
         forward = draws.signs.to(states.dtype).expand(heads, -1, -1)
         norms = RunningNorms(draws.signs_scale, beta, hops)
-    if "attention_entropy" in wanted or "indirect_entropy" in wanted:
+    if "attention_entropy" in names or "indirect_entropy" in names:
         direct = operator.rows(draws.rows.positions)
-        if "attention_entropy" in wanted:
+        if "attention_entropy" in names:
             seen["attention_entropy"] = torch.special.entr(direct).sum(-1)
-    followed = len(draws.rows.positions) if "indirect_entropy" in wanted else 0
-    if followed or "sink_mass" in wanted:
-        backward = states.new_ones(heads, tokens, followed + ("sink_mass" in wanted))
+    followed = len(draws.rows.positions) if "indirect_entropy" in names else 0
+    if followed or "sink_mass" in names:
+        backward = states.new_ones(heads, tokens, followed + ("sink_mass" in names))
         if direct is not None:
             backward[..., :followed] = direct.transpose(-1, -2)[..., :followed]
     del direct
@@ -211,7 +211,7 @@ def observe(
         if forward is None and backward is None:
             break
         forward, backward = operator.sweep(forward, backward)
-        if hop == 1 and backward is not None and "sink_mass" in wanted:
+        if hop == 1 and backward is not None and "sink_mass" in names:
             seen["sink_mass"] = backward[..., -1].to(precision).amax(-1) / tokens
             backward = backward[..., :followed] if followed else None
         if forward is not None:
@@ -221,7 +221,7 @@ def observe(
         elif backward is not None and paths is not None:
             paths.add_(backward, alpha=beta ** (hop - 1))
     del forward, backward
-    if "gtd" in wanted:
+    if "gtd" in names:
         seen["gtd"] = norms.found()
     if paths is not None:
         paths.div_(paths.sum(-2, keepdim=True).clamp_(min=torch.finfo(precision).tiny))

@@ -122,11 +122,11 @@ def _real_tokens(hidden: Tensor | None, batch: int, length: int) -> Tensor | Non
     if tuple(hidden.shape) != (batch, length) and (batch != 1 or tuple(hidden.shape) != (length,)):
         raise ValueError(f"key_padding_mask must have shape ({batch}, {length}), not {tuple(hidden.shape)}")
     if hidden.is_floating_point():
-        found = hidden == float("-inf")
+        is_hidden = hidden == float("-inf")
         readable = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and bool(hidden.masked_fill(found, 0.0).any()):
+        if readable and bool(hidden.masked_fill(is_hidden, 0.0).any()):
             raise ValueError("a key_padding_mask of numbers must hold 0 and minus infinity only")
-        hidden = found
+        hidden = is_hidden
     elif hidden.dtype != torch.bool:
         raise ValueError(f"key_padding_mask must be bool (True hides) or floating point, not {hidden.dtype}")
     return ~hidden.view(batch, -1)

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from saobp.refinement import Refinement
 from saobp.storage.json_files import read_object, write_json
 from saobp.transformers.apply import attention_modules
-from saobp.transformers.layer_refinement import attached, is_causal_call
+from saobp.transformers.layer_refinement import is_causal_call, named_refinements
 from saobp.transformers.load import STRENGTHS
 
 CODE = "modeling_saobp.py"
@@ -32,7 +32,7 @@ VARIANTS = ("temperature", "qk-norm", "gate", "sink", "softmax-plus-one")
 
 def refinement_of(model: PreTrainedModel) -> Refinement | None:
     """The refinement that is applied to a model."""
-    return next((own.refinement for _, own in attached(model)), None)
+    return next((layer.refinement for _, layer in named_refinements(model)), None)
 
 
 def check_portable(model: PreTrainedModel) -> None:
@@ -72,8 +72,8 @@ def classes_of(config: Any) -> Iterator[tuple[str, str]]:
     """All auto classes of Transformers for a config, and the names of the family's classes that they load."""
     for name, auto in sorted(vars(modeling_auto).items()):
         if name.startswith("AutoModel") and type(config) in getattr(auto, "_model_mapping", ()):
-            found = auto._model_mapping[type(config)]
-            yield name, found.__name__
+            model_class = auto._model_mapping[type(config)]
+            yield name, model_class.__name__
 
 
 def code_for(model: PreTrainedModel) -> str:
@@ -95,10 +95,10 @@ def weights_of(model: PreTrainedModel, weights: dict[str, Tensor] | None = None)
     The latter are in the config too. Among the weights they make Transformers report an unexpected tensor
     where the model is loaded as a plain one, as learned strengths do.
     """
-    own = [layer() for _, layer in attached(model)]
-    if not own or any(layer.requires_grad for layer in own):
+    strengths = [layer() for _, layer in named_refinements(model)]
+    if not strengths or any(layer.requires_grad for layer in strengths):
         return weights
-    return {**(model.state_dict() if weights is None else weights), STRENGTHS: torch.cat(own).cpu()}
+    return {**(model.state_dict() if weights is None else weights), STRENGTHS: torch.cat(strengths).cpu()}
 
 
 def add_code(model: PreTrainedModel, folder: Path) -> None:

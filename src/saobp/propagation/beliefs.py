@@ -52,13 +52,15 @@ def propagate(
             raise ValueError(why)
         totals = []
         for step in range(steps):
-            own = strength[min(step, len(strength) - 1)] if strength.ndim > scores.ndim else strength
+            step_strength = (
+                strength[min(step, len(strength) - 1)] if strength.ndim > scores.ndim else strength
+            )
             if keep_messages:
-                sent = graph.mask_messages(factor.log_messages(beliefs, own)).sum(-2)
+                sent = graph.mask_messages(factor.log_messages(beliefs, step_strength)).sum(-2)
                 totals.append(sent if past is None else sent + past[step])
             earlier = None if past is None else past[step].unsqueeze(-2)
-            here = replace(graph, past=earlier, stride=message_stride)
-            log_belief = factor.log_belief(log_prior, beliefs, own, here)
+            step_graph = replace(graph, past=earlier, stride=message_stride)
+            log_belief = factor.log_belief(log_prior, beliefs, step_strength, step_graph)
             updated = graph.mask_rows(torch.softmax(graph.mask_scores(log_belief), -1))
             beliefs = updated if damping == 0 or steps == 1 else torch.lerp(updated, beliefs, damping)
         return Beliefs(beliefs, torch.stack(totals) if keep_messages else None)

@@ -221,12 +221,12 @@ def _elemmul(scores: Tensor, rows: Tensor, value: Tensor, hidden: Tensor | None,
 
 def _parts(batch: int, heads: int, entries: int) -> Iterator[Slices]:
     """Batch and head slices of about equal work: several sequences with all heads, or some heads of one."""
-    room = ENTRIES_PER_THREAD * torch.get_num_threads()
-    if batch * heads * entries <= room:
+    budget = ENTRIES_PER_THREAD * torch.get_num_threads()
+    if batch * heads * entries <= budget:
         yield WHOLE
         return
-    some_heads = min(heads, max(1, room // entries))
-    some_batch = max(1, room // (entries * heads))
+    some_heads = min(heads, max(1, budget // entries))
+    some_batch = max(1, budget // (entries * heads))
     for first in range(0, batch, some_batch):
         for head in range(0, heads, some_heads):
             yield slice(first, first + some_batch), slice(head, head + some_heads)
@@ -243,15 +243,15 @@ _scratch = _Scratch()
 
 def _two_maps(chunk: int, queries: int, keys: int, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two uninitialised ``[chunk, queries, keys]``, valid until the next call on this thread."""
-    entries, room = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
-    if entries > room or arithmetic != torch.float32:
-        both = torch.empty(2, entries, dtype=arithmetic)
+    entries, budget = chunk * queries * keys, ENTRIES_PER_THREAD * torch.get_num_threads()
+    if entries > budget or arithmetic != torch.float32:
+        buffer = torch.empty(2, entries, dtype=arithmetic)
     else:
-        if _scratch.buffer is None or _scratch.buffer.shape[1] != room:
+        if _scratch.buffer is None or _scratch.buffer.shape[1] != budget:
             with torch.inference_mode(False):
-                _scratch.buffer = torch.empty(2, room, dtype=torch.float32)
-        both = _scratch.buffer[:, :entries]
-    first, second = both.view(2, chunk, queries, keys).unbind()
+                _scratch.buffer = torch.empty(2, budget, dtype=torch.float32)
+        buffer = _scratch.buffer[:, :entries]
+    first, second = buffer.view(2, chunk, queries, keys).unbind()
     return first, second
 
 

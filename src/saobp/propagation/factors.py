@@ -51,11 +51,11 @@ class Factor(ABC):
     def log_belief(self, log_prior: Tensor, beliefs: Tensor, strength: Tensor, graph: FactorGraph) -> Tensor:
         """Unnormalised log belief of every node: its prior and received messages. ``[..., node, label]``"""
         messages = self.log_messages(beliefs, strength)
-        found = tuple(messages.shape) if isinstance(messages, Tensor) else type(messages).__name__
-        if found != beliefs.shape:
+        actual = tuple(messages.shape) if isinstance(messages, Tensor) else type(messages).__name__
+        if actual != beliefs.shape:
             raise ValueError(
                 f"{type(self).__name__}.log_messages must give one number for every entry of beliefs "
-                f"{tuple(beliefs.shape)}, not {found}"
+                f"{tuple(beliefs.shape)}, not {actual}"
             )
         return log_prior + graph.incoming(messages, include_own=self.includes_own_message)
 

@@ -83,32 +83,34 @@ def row_sums(
     for begin in range(0, queries, step):
         rows = torch.arange(begin, min(begin + step, queries), device=query.device)
         stop = min(keys, keys - queries + begin + step) if mask.causal else keys
-        own = query[:, :, rows].unflatten(1, (key_heads, -1)).flatten(2, 3)
-        scores = (own @ key[:, :, :stop].mT).view(batch, heads, len(rows), stop)
+        grouped = query[:, :, rows].unflatten(1, (key_heads, -1)).flatten(2, 3)
+        scores = (grouped @ key[:, :, :stop].mT).view(batch, heads, len(rows), stop)
         seen = _seen(mask, rows, keys, queries)[..., :stop]
         if mask.kind == 2:
             scores = scores + _entry_rows(mask, rows)[..., :stop]
         scores = scores.masked_fill(~seen, float("-inf"))
         highest = scores.amax(-1)
-        counted = seen.any(-1).expand(batch, heads, -1)
+        is_counted = seen.any(-1).expand(batch, heads, -1)
         if mask.real_rows is not None:
-            counted = counted & mask.real_rows[:, None, rows]
+            is_counted = is_counted & mask.real_rows[:, None, rows]
         logs = (scores - scores.logsumexp(-1, keepdim=True)).masked_fill(~seen, 0.0)
         weights = logs.exp() * seen
         entropy = -(weights * logs).sum(-1)
         starts = _starts(mask, rows)
-        places = (starts[..., None] + torch.arange(first, device=query.device)).long()
-        reached = places < stop
-        places = places.clamp(max=stop - 1)[:, None].expand(batch, heads, len(rows), first)
-        firsts = weights.gather(-1, places) * reached[:, None]
+        first_keys = (starts[..., None] + torch.arange(first, device=query.device)).long()
+        is_visible = first_keys < stop
+        first_keys = first_keys.clamp(max=stop - 1)[:, None].expand(batch, heads, len(rows), first)
+        first_weights = weights.gather(-1, first_keys) * is_visible[:, None]
         share = torch.zeros_like(entropy)
         if norms is not None:
-            own_norm = norms.gather(-1, places[..., 0])
+            first_norms = norms.gather(-1, first_keys[..., 0])
             total = (weights @ norms[:, :, :stop, None])[..., 0]
-            share = torch.where(total > 0, firsts[..., 0] * own_norm / total, 0.0)
-        parts = torch.stack([entropy, firsts[..., 0], firsts.sum(-1), share, torch.ones_like(entropy)], -1)
-        sums += torch.where(counted[..., None], parts, 0.0).sum(-2)
-        top = torch.maximum(top, highest.masked_fill(~counted, float("-inf")).amax(-1))
+            share = torch.where(total > 0, first_weights[..., 0] * first_norms / total, 0.0)
+        parts = torch.stack(
+            [entropy, first_weights[..., 0], first_weights.sum(-1), share, torch.ones_like(entropy)], -1
+        )
+        sums += torch.where(is_counted[..., None], parts, 0.0).sum(-2)
+        top = torch.maximum(top, highest.masked_fill(~is_counted, float("-inf")).amax(-1))
     return RowSums(top[..., None], sums[..., None, :])
 
 

@@ -79,7 +79,7 @@ def compiled_docstrings() -> Iterator[str]:
         members = [owner, *vars(owner).values()]
         for member in (
             *members,
-            *(part for one in members if type(one) is type for part in vars(one).values()),
+            *(part for value in members if type(value) is type for part in vars(value).values()),
         ):
             if isinstance(text := getattr(member, "__doc__", None), str):
                 yield text
@@ -200,14 +200,14 @@ def choose_sentences(
 
 def diagnose_runs(runs: dict[str, Path], sentences: Sequence[str], progress: Progress) -> list[Diagnosis]:
     """The heads of each run as training measured them last, on held-out rows; writes its explorer data."""
-    found = []
+    diagnoses = []
     for index, (name, folder) in enumerate(runs.items(), 1):
         model, tokenizer = load_model(str(folder / "model"))
         write_explorer(explorer_data(model, tokenizer, sentences, subject=name), folder)
-        (own,) = read_runs([folder])
-        found.append(own.health[-1].diagnosis(name))
+        (run,) = read_runs([folder])
+        diagnoses.append(run.health[-1].diagnosis(name))
         progress(index, len(runs))
-    return found
+    return diagnoses
 
 
 def numbers(results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> list[tuple[str, list[float]]]:
@@ -217,7 +217,10 @@ def numbers(results: dict[str, Result], diagnoses: Sequence[Diagnosis]) -> list[
         ("held-out perplexity", [result.eval_perplexity or 0.0 for result in results.values()]),
     ]
     for name in STATISTICS:
-        means = [sum(head.values[name] for head in one.heads) / len(one.heads) for one in diagnoses]
+        means = [
+            sum(head.values[name] for head in diagnosis.heads) / len(diagnosis.heads)
+            for diagnosis in diagnoses
+        ]
         rows.append((TITLES[name], means))
     return rows
 

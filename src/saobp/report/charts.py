@@ -50,8 +50,8 @@ Stops = Sequence[tuple[float, str]]
 
 def _gtd_stops(colours: Sequence[str]) -> Stops:
     """Brown is localised, green healthy, blue diffuse; the colour jumps where the healthy range begins."""
-    places = (0.0, LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_FROM, HEALTHY_TO, HEALTHY_TO, DIFFUSE_ABOVE, 1.0)
-    return tuple(zip(places, colours, strict=True))
+    stops = (0.0, LOCALISED_BELOW, HEALTHY_FROM, HEALTHY_FROM, HEALTHY_TO, HEALTHY_TO, DIFFUSE_ABOVE, 1.0)
+    return tuple(zip(stops, colours, strict=True))
 
 
 GTD_SCALES = (
@@ -89,8 +89,8 @@ def curve_figures(runs: Sequence[Run]) -> list[Figure]:
     ``x`` holds each trace's coordinates on the alternative axes, ``isLog`` whether the vertical axis is
     initially logarithmic.
     """
-    found = dict.fromkeys(name for run in runs for name in run.curves)
-    return [*(_quantity(name, runs) for name in sorted(found, key=_rank)), *_means(runs)]
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    return [*(_quantity(name, runs) for name in sorted(names, key=_rank)), *_means(runs)]
 
 
 def _rank(name: str) -> int:
@@ -278,7 +278,7 @@ def _heat_map(
     ticks: Sequence[tuple[float, str]],
     limits: tuple[Sequence[float], Sequence[float]] = ((), ()),
 ) -> dict[str, Any]:
-    """``limits``: numbers that verdicts begin at, and end with; a cell shows on which side of them it is."""
+    """``limits``: thresholds of verdicts; a cell shows on which side of them its value lies."""
     light, dark = ([list(stop) for stop in stops] for stops in colours)
     return (
         _graph_objects()

@@ -28,9 +28,9 @@ class Curve:
         """Downsample to at most so many points, keeping local extremes."""
         if len(self.values) <= most:
             return self
-        kept = _extremes(self.values, most)
-        axes = {name: [values[index] for index in kept] for name, values in self.axes.items()}
-        return Curve(self.of, axes, [self.values[index] for index in kept], len(self.values))
+        indices = _extremes(self.values, most)
+        axes = {name: [values[index] for index in indices] for name, values in self.axes.items()}
+        return Curve(self.of, axes, [self.values[index] for index in indices], len(self.values))
 
 
 def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list[Curve]]:
@@ -48,17 +48,17 @@ def read_curves(lines: Sequence[dict[str, Any]], of: str = "") -> dict[str, list
             if name not in NOT_DRAWN and is_number:
                 points.setdefault(name, []).append((index, number(value)))
     return {
-        name: [_series(of, found)]
-        for name, found in points.items()
-        if any(value is not None for _, value in found)
+        name: [_series(of, series)]
+        for name, series in points.items()
+        if any(value is not None for _, value in series)
     }
 
 
 def joined(curves: Iterable[dict[str, list[Curve]]]) -> dict[str, list[Curve]]:
     """The curves of several seeds under one name each."""
     together: dict[str, list[Curve]] = {}
-    for own in curves:
-        for name, series in own.items():
+    for run_curves in curves:
+        for name, series in run_curves.items():
             together.setdefault(name, []).extend(series)
     return together
 
@@ -72,9 +72,9 @@ def _series(of: str, points: list[tuple[dict[str, float | None], float | None]])
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     """Indices of the minimum and maximum of each bin, so that no spike is lost, and of both ends."""
     stretches = max(1, most // 2 - 1)
-    kept = {0, len(values) - 1}
+    indices = {0, len(values) - 1}
     for stretch in range(stretches):
         start, stop = stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches
         finite = [(value, index) for index in range(start, stop) if (value := values[index]) is not None]
-        kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
-    return sorted(kept)
+        indices |= {min(finite)[1], max(finite)[1]} if finite else {start}
+    return sorted(indices)

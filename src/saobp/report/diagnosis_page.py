@@ -35,14 +35,17 @@ def write_diagnosis_figures(diagnoses: Sequence[Diagnosis], folder: Path) -> lis
     """A heat map of each statistic, and curves over layers, as PNG files. Needs matplotlib."""
     plots = import_optional("saobp.metrics.diagnosis.head_plots", "drawing heads")
     statistics = diagnoses[0].statistics
-    maps = [plots.save(plots.heat_map(diagnoses, one), folder / f"{one}.png") for one in statistics]
+    maps = [
+        plots.save(plots.heat_map(diagnoses, statistic), folder / f"{statistic}.png")
+        for statistic in statistics
+    ]
     return [*maps, plots.save(plots.layer_curves(diagnoses), folder / "layers.png")]
 
 
 def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: str) -> Path:
     """``report.html`` of a folder with a diagnosis; ``sample`` is the first text, shown as text."""
     cut = sample[:SAMPLE_CHARACTERS] + ("…" if len(sample) > SAMPLE_CHARACTERS else "")
-    title = "Attention health: " + " beside ".join(one.subject for one in diagnoses)
+    title = "Attention health: " + " beside ".join(diagnosis.subject for diagnosis in diagnoses)
     return write_report([folder], folder / "report.html", title=title, sample=cut)
 
 
@@ -53,7 +56,11 @@ def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
 
 
 def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
-    rows = [{"subject": one.subject, **head.to_dict()} for one in diagnoses for head in one.heads]
+    rows = [
+        {"subject": diagnosis.subject, **head.to_dict()}
+        for diagnosis in diagnoses
+        for head in diagnosis.heads
+    ]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()

@@ -54,10 +54,10 @@ def explorer_data(
         raise ValueError(f"sentences can be cut to at least 2 tokens, not to {max_tokens}")
     check_weights(model, subject)
     limit = max_input_length(model)
-    room = max_tokens if limit is None else min(max_tokens, limit)
+    max_length = max_tokens if limit is None else min(max_tokens, limit)
     looks, left_out = [], []
     for index, sentence in enumerate(sentences, 1):
-        ids, tokens, cut = encode_sentence(tokenizer, sentence, room)
+        ids, tokens, cut = encode_sentence(tokenizer, sentence, max_length)
         if len(tokens) < 2:
             left_out.append(f"Sentence {index} has fewer than two tokens and is not shown.")
             continue
@@ -77,8 +77,8 @@ def explorer_data(
         "refinement": layers[0]["refinement"],
         "strengths": [layer["strengths"] for layer in layers],
         "sentences": [
-            {"text": text, "tokens": tokens, "scores": [layer["heads"] for layer in own]}
-            for text, tokens, own in looks
+            {"text": text, "tokens": tokens, "scores": [layer["heads"] for layer in strengths]}
+            for text, tokens, strengths in looks
         ],
         "left_out": left_out,
     }
@@ -99,7 +99,10 @@ def is_explorer(data: dict[str, Any]) -> bool:
             data["format"] == FORMAT
             and layers == len(data["in_order"]) == len(data["strengths"])
             and (refinement is None or {"factor", "steps", "damping"} <= set(refinement))
-            and all(own is None or all(number(one) is not None for one in own) for own in data["strengths"])
+            and all(
+                layer is None or all(number(strength) is not None for strength in layer)
+                for layer in data["strengths"]
+            )
             and all(isinstance(note, str) for note in data["left_out"])
             and isinstance(data["subject"], str)
             and len(data["sentences"]) > 0
@@ -130,14 +133,14 @@ def _is_sentence(sentence: dict[str, Any], layers: int) -> bool:
 
 
 def encode_sentence(
-    tokenizer: PreTrainedTokenizerBase, sentence: str, room: int
+    tokenizer: PreTrainedTokenizerBase, sentence: str, max_length: int
 ) -> tuple[Tensor, list[str], bool]:
     """Ids ``[1, length]``, readable tokens, and whether the sentence was truncated."""
-    short = sentence[: CHARACTERS_PER_TOKEN * (room + 1)]
-    whole = tokenizer(short, truncation=True, max_length=room + 1)["input_ids"]
-    cut = len(whole) > room or len(short) < len(sentence)
+    short = sentence[: CHARACTERS_PER_TOKEN * (max_length + 1)]
+    whole = tokenizer(short, truncation=True, max_length=max_length + 1)["input_ids"]
+    cut = len(whole) > max_length or len(short) < len(sentence)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(short, truncation=True, max_length=room, return_offsets_mapping=fast)
+    encoded = tokenizer(short, truncation=True, max_length=max_length, return_offsets_mapping=fast)
     ids = list(encoded["input_ids"])
     indices = encoded["offset_mapping"] if fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids)
@@ -157,7 +160,7 @@ def _readable(name: str, written: str) -> str:
 
 def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
     """Attention inputs of each self-attention layer on one sentence, in order of execution."""
-    found: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
 
     def keep(call: AttentionCall) -> None:
         heads = inputs_of(call)
@@ -170,13 +173,13 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
         strengths = heads.strength.double().clamp(-MAX_STRENGTH, MAX_STRENGTH).tolist()
         if heads.refinement.factor.startswith("low"):
             strengths = [-strength for strength in strengths]
-        found.append(
+        layers.append(
             {
                 "name": call.name,
                 "in_order": heads.has_causal_messages(),
                 "refinement": _plain(heads.refinement.to_dict()) if refined else None,
                 "strengths": [round(strength, 6) for strength in strengths] if refined else None,
-                "heads": [encode_head(one) for one in rows],
+                "heads": [encode_head(head_rows) for head_rows in rows],
             }
         )
 
@@ -184,7 +187,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
     device = next(model.parameters()).device
     with torch.no_grad(), watch(model, keep):
         model(input_ids=ids.to(device), attention_mask=torch.ones_like(ids).to(device))
-    return found
+    return layers
 
 
 def _plain(refinement: dict[str, Any]) -> dict[str, Any]:

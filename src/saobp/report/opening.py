@@ -37,7 +37,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Opening:
-    """Sentences of the opening, the picture's lines, and for two like models the moves of their heads."""
+    """Sentences of the opening, the picture's lines, and GTD of each head in two alike models."""
 
     compared: str
     changed: str
@@ -86,14 +86,14 @@ def _changed(runs: Sequence[Run]) -> str:
     parts = []
     perplexities = [_perplexity(run) for run in ends]
     if None not in perplexities:
-        parts.append(f"validation perplexity {_arrow([f'{one:.4g}' for one in perplexities])}")
+        parts.append(f"validation perplexity {_arrow([f'{perplexity:.4g}' for perplexity in perplexities])}")
     if all(run.health for run in ends):
         last = [run.health[-1] for run in ends]
-        means = [_mean_gtd(one) for one in last]
+        means = [_mean_gtd(snapshot) for snapshot in last]
         if None not in means:
-            parts.append(f"mean GTD of the heads {_arrow([f'{one:.3f}' for one in means])}")
-        counts = _arrow([str(one.count("healthy")) for one in last])
-        heads = _arrow(list(dict.fromkeys(str(one.heads) for one in last)))
+            parts.append(f"mean GTD of the heads {_arrow([f'{mean:.3f}' for mean in means])}")
+        counts = _arrow([str(snapshot.count("healthy")) for snapshot in last])
+        heads = _arrow(list(dict.fromkeys(str(snapshot.heads) for snapshot in last)))
         parts.append(f"healthy heads {counts} of {heads}")
     if not parts:
         return ""
@@ -118,7 +118,7 @@ def _caution(runs: Sequence[Run]) -> str:
     seeds: dict[str, set[Any]] = {}
     for run in trained:
         seeds.setdefault(_method(run), set()).add(_fact(run, "seed"))
-    fewest = min(len(own) for own in seeds.values())
+    fewest = min(len(values) for values in seeds.values())
     if fewest < 2:
         return (
             "What not to conclude: with one seed each a difference is no evidence for or against a method; "

@@ -103,8 +103,8 @@ def render(
         explorers.append((str(explorer["subject"]), explorer))
     drawn = thinned(runs)
     data = script_data(drawn)
-    series = [one for run in drawn for own in run.curves.values() for one in own]
-    words = {
+    series = [curve for run in drawn for curves in run.curves.values() for curve in curves]
+    context = {
         "title": title or _title(runs),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
@@ -112,26 +112,26 @@ def render(
         "runs": [{"run": run, "words": summary(run), "facts": dict(run.facts)} for run in runs],
         "head_tables": [head_table(run) for run in runs if run.health],
         "facts": fact_tables(runs),
-        "axes": [axis for axis in AXES if any(axis in one.axes for one in series)],
-        "longest": max((one.thinned or 0 for one in series), default=0),
+        "axes": [axis for axis in AXES if any(axis in curve.axes for curve in series)],
+        "longest": max((curve.thinned or 0 for curve in series), default=0),
         "tables": tables,
         "sample": sample,
         "live": live,
         "notes": [],
         "colours": _own_colours(runs),
     }
-    frame = len(_filled(words, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
+    frame = len(_filled(context, {**data, "explorers": []}, bool(explorers)).encode(errors="replace"))
     if frame > max_bytes:
         raise ValueError(
             f"a page of these {len(runs)} runs would have {frame / 1e6:.1f} MB and may have "
             f"{max_bytes / 1e6:.1f}: report fewer at a time"
         )
-    room = (max_bytes - frame - 20_000) // max(1, len(explorers))
-    if explorers and room <= 0:
-        words["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
+    bytes_each = (max_bytes - frame - 20_000) // max(1, len(explorers))
+    if explorers and bytes_each <= 0:
+        context["notes"] = ["The scores of the explorer are left out; they would make the page too large."]
         explorers = []
-    data["explorers"] = [explored(fitted(own, room), name) for name, own in explorers]
-    return _filled(words, data, bool(explorers))
+    data["explorers"] = [explored(fitted(scores, bytes_each), name) for name, scores in explorers]
+    return _filled(context, data, bool(explorers))
 
 
 def script_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def explored(explorer: dict[str, Any], run: str) -> dict[str, Any]:
 
 def _own_colours(runs: Sequence[Run]) -> str:
     """CSS for runs with colours of their own."""
-    own = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
-    light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in own) for side in (0, 1))
-    if not own:
+    coloured = [(index, run.colours) for index, run in enumerate(runs) if run.colours is not None]
+    light, dark = ("".join(f"--run-{index}: {pair[side]}; " for index, pair in coloured) for side in (0, 1))
+    if not coloured:
         return ""
     return (
         f':root {{ {light}}}\n:root[data-theme="dark"] {{ {dark}}}\n'
@@ -165,8 +165,8 @@ def _own_colours(runs: Sequence[Run]) -> str:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    named = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
-    return f"Attention report: {named}" if runs else "Attention explorer"
+    names = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    return f"Attention report: {names}" if runs else "Attention explorer"
 
 
 def _filled(words: dict[str, Any], data: dict[str, Any], has_explorer: bool) -> str:
@@ -221,7 +221,7 @@ def thinned(runs: Sequence[Run]) -> list[Run]:
     return [
         replace(
             run,
-            curves={name: [one.thin(points) for one in series] for name, series in run.curves.items()},
+            curves={name: [curve.thin(points) for curve in series] for name, series in run.curves.items()},
             health=_spread(run.health, snapshots),
         )
         for run in runs
@@ -234,14 +234,14 @@ def _spread(entries: list[Any], most: int) -> list[Any]:
     return [entries[round(index * (len(entries) - 1) / (most - 1))] for index in range(most)]
 
 
-def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
-    """The first sentences whose scores fit into ``room`` bytes; of a single long one, some of its layers.
+def fitted(explorer: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+    """The first sentences whose scores fit into ``max_bytes``; of a single long one, some of its layers.
 
     ``left_out`` notes what was dropped.
     """
     sizes = [_size(sentence["scores"]) for sentence in explorer["sentences"]]
     kept, used = 0, 0
-    while kept < len(sizes) and used + sizes[kept] <= room:
+    while kept < len(sizes) and used + sizes[kept] <= max_bytes:
         used += sizes[kept]
         kept += 1
     sentences, notes = explorer["sentences"][:kept], list(explorer["left_out"])
@@ -252,10 +252,10 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
     if not kept:
         first = explorer["sentences"][0]
         layers = len(first["scores"])
-        count = max(1, int(layers * room / sizes[0]))
+        count = max(1, int(layers * max_bytes / sizes[0]))
         chosen = {round(index * (layers - 1) / max(1, count - 1)) for index in range(count)}
         scores = [own if layer in chosen else [None] * len(own) for layer, own in enumerate(first["scores"])]
-        sentences = [{**first, "scores": _trimmed(scores, room)}]
+        sentences = [{**first, "scores": _trimmed(scores, max_bytes)}]
         heads = sum(head is not None for own in sentences[0]["scores"] for head in own)
         total = sum(len(own) for own in first["scores"])
         notes.append(
@@ -265,18 +265,18 @@ def fitted(explorer: dict[str, Any], room: int) -> dict[str, Any]:
     return {**explorer, "sentences": sentences, "left_out": notes}
 
 
-def _trimmed(scores: list[list[Any]], room: int) -> list[list[Any]]:
+def _trimmed(scores: list[list[Any]], max_bytes: int) -> list[list[Any]]:
     """Drop heads that do not fit; the first one stays."""
     used, trimmed = 0, []
-    for own in scores:
+    for layer in scores:
         row = []
-        for head in own:
+        for head in layer:
             size = 0 if head is None else len(head["codes"])
-            row.append(head if used == 0 or used + size <= room else None)
+            row.append(head if used == 0 or used + size <= max_bytes else None)
             used += size if row[-1] is not None else 0
         trimmed.append(row)
     return trimmed
 
 
 def _size(scores: list[list[Any]]) -> int:
-    return sum(len(head["codes"]) + 64 for own in scores for head in own if head is not None)
+    return sum(len(head["codes"]) + 64 for layer in scores for head in layer if head is not None)

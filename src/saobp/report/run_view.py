@@ -65,7 +65,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {str(folder)!r} with a run")
-    opened = [own for folder in folders for own in run_folders(folder)]
+    opened = [run_folder for folder in folders for run_folder in run_folders(folder)]
     runs = [run for folder in opened for run in _read_folder(folder)]
     return [replace(run, name=name) for run, name in zip(runs, _unique_names(runs, opened), strict=True)]
 

@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, 'a sentence is sent as {"text": "..."}')
             return
         try:
-            found = self.look(text)
+            result = self.look(text)
         except ValueError as problem:
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(problem))
             return
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             name = type(problem).__name__
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the model failed on this sentence ({name})")
             return
-        self._send(HTTPStatus.OK, "application/json", json.dumps(found).encode())
+        self._send(HTTPStatus.OK, "application/json", json.dumps(result).encode())
 
     def _is_from_here(self) -> bool:
         """Whether Host and Origin match; sends the error response if not."""

@@ -160,7 +160,7 @@ def _across(values: Any, layers: int) -> dict[int, float]:
 
 
 def _verdicts(grids: dict[str, Grid], uniform: UniformMap | None) -> list[list[Verdict]]:
-    beside = () if uniform is None else tuple(one.item() for one in uniform)
+    beside = () if uniform is None else tuple(value.item() for value in uniform)
     return [
         [
             judged({name: grid[layer][head] for name, grid in grids.items()}, *beside)

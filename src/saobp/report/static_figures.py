@@ -32,7 +32,8 @@ def write_figures(folders: Sequence[Path], out: Path, form: str, *, overwrite: b
         figures["curves"] = training_curves(runs)
     measured = [run.health[-1].diagnosis(run.name) for run in runs if run.health]
     if measured:
-        shared = [name for name in measured[0].statistics if all(name in one.statistics for one in measured)]
+        statistics = [set(diagnosis.statistics) for diagnosis in measured]
+        shared = [name for name in measured[0].statistics if all(name in names for names in statistics)]
         for name in shared:
             if name in TITLES:
                 figures[name] = heat_map(measured, name)
@@ -59,9 +60,9 @@ def write_figures(folders: Sequence[Path], out: Path, form: str, *, overwrite: b
 
 def drawn_curves(runs: Sequence[Run]) -> list[str]:
     """Losses and everything measured on held-out data; not learning rates and speeds."""
-    found = dict.fromkeys(name for run in runs for name in run.curves)
-    others = [name for name in found if name.startswith("eval_") and name not in FIRST]
-    return [*(name for name in FIRST if name in found), *others]
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    others = [name for name in names if name.startswith("eval_") and name not in FIRST]
+    return [*(name for name in FIRST if name in names), *others]
 
 
 def training_curves(runs: Sequence[Run]) -> Figure:

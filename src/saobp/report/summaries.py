@@ -40,7 +40,9 @@ def _training_words(run: Run) -> list[str]:
         if len(curves) == 1:
             words.append(f"The {title} {_trend(curves[0])}.")
         else:
-            words += [f"The {title} of {one.of} {_trend(one)}." for one in curves if one.values[-1] is None]
+            words += [
+                f"The {title} of {curve.of} {_trend(curve)}." for curve in curves if curve.values[-1] is None
+            ]
     numbers = dict(run.result)
     perplexity = number(numbers.get("eval_perplexity", numbers.get("perplexity")))
     if perplexity is not None:
@@ -127,9 +129,9 @@ def fact_text(value: Any) -> str:
 
 def _list_text(entries: list[Any]) -> str:
     """Comma-separated entries; numbers by layer and head as count and range."""
-    found = [number(value) for row in entries if isinstance(row, list) for value in row]
-    values = [value for value in found if value is not None]
-    is_grid = all(isinstance(row, list) for row in entries) and 0 < len(values) == len(found)
+    numbers = [number(value) for row in entries if isinstance(row, list) for value in row]
+    values = [value for value in numbers if value is not None]
+    is_grid = all(isinstance(row, list) for row in entries) and 0 < len(values) == len(numbers)
     if not is_grid:
         return ", ".join("[…]" if isinstance(entry, list) else fact_text(entry) for entry in entries)
     low, high = min(values), max(values)

@@ -35,10 +35,13 @@ def fact_tables(runs: Sequence[Run]) -> list[PageTable]:
 
 def _by_run(title: str, runs: Sequence[Run], facts: Sequence[Sequence[tuple[str, Any]]]) -> PageTable:
     """A table with runs as columns; rows in order of first appearance."""
-    having = [(run.name, dict(own)) for run, own in zip(runs, facts, strict=True) if own]
-    names = dict.fromkeys(name for own in facts for name, _ in own)
+    having = [(run.name, dict(run_facts)) for run, run_facts in zip(runs, facts, strict=True) if run_facts]
+    names = dict.fromkeys(name for run_facts in facts for name, _ in run_facts)
     rows = [
-        [_readable(name), *(fact_text(own[name]) if name in own else NONE for _, own in having)]
+        [
+            _readable(name),
+            *(fact_text(run_facts[name]) if name in run_facts else NONE for _, run_facts in having),
+        ]
         for name in names
     ]
     return PageTable(title, ["", *(name for name, _ in having)], rows)

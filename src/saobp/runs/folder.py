@@ -69,7 +69,6 @@ class RunFolder:
         run = cls(path)
         if run.is_finished:
             run.clean_up()
-        asked = {"kind": kind, **recipe}
         data = dict(data or {})
         run.check_free(resume)  # before the folder is touched
         run.path.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ class RunFolder:
             raise
         clear_unfinished(run.path)
         clear_unfinished(run.checkpoints)
-        write_json(run.file(RECIPE), asked)
+        write_json(run.file(RECIPE), {"kind": kind, **recipe})
         started = run.record.get("started", _now())
         run._write_record(
             status="running",
@@ -146,11 +145,11 @@ class RunFolder:
             )
 
     def _check_data(self, data: Mapping[str, str], held_out: float | None) -> None:
-        known = self.record.get("data", {})
-        other = sorted(name for name in {*known, *data} if known.get(name) != data.get(name))
-        if known and other:
+        recorded = self.record.get("data", {})
+        changed = sorted(name for name in {*recorded, *data} if recorded.get(name) != data.get(name))
+        if recorded and changed:
             raise RunError(
-                f"the data {', '.join(other)} is not what the run in {self.path} was started with: restore "
+                f"the data {', '.join(changed)} is not what the run in {self.path} was started with: restore "
                 "it, or name another folder"
             )
         share = self.record.get("held_out", held_out)

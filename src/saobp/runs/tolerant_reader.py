@@ -22,14 +22,14 @@ def try_read_object(path: Path, problems: Problems, without: str | None = None) 
             problems.append(f"{path.name} is missing: {without}.")
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         problems.append(f"{path.name} cannot be read as JSON and is left out.")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         problems.append(f"{path.name} holds no JSON object and is left out.")
         return {}
-    return found
+    return content
 
 
 def try_read_lines(

@@ -70,9 +70,9 @@ def run_jobs(
         try:
             while started:
                 finished, _ = wait(started, max(0.0, last + MINUTE - time.monotonic()), FIRST_COMPLETED)
-                for one in finished:
-                    name = started.pop(one)
-                    codes[name] = one.result()
+                for future in finished:
+                    name = started.pop(future)
+                    codes[name] = future.result()
                     done(name, codes[name])
                 if time.monotonic() - last >= MINUTE:
                     last = time.monotonic()

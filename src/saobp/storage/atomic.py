@@ -94,22 +94,22 @@ def put_in_place(new: Path, folder: Path) -> None:
 def clear_unfinished(folder: Path) -> None:
     """Remove incomplete files of a killed process; restore a folder that it was about to replace."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        own = left.with_name(left.name.removeprefix(REPLACED))
-        if left.name.startswith(REPLACED) and not own.exists():
-            left.rename(own)
+        original = left.with_name(left.name.removeprefix(REPLACED))
+        if left.name.startswith(REPLACED) and not original.exists():
+            left.rename(original)
         else:
             _remove(left)
 
 
 def reason(problem: BaseException) -> str:
     """Why a write failed; normalises the libraries' messages for a full disk."""
-    words, number = str(problem), getattr(problem, "errno", None)
+    message, number = str(problem), getattr(problem, "errno", None)
     for code, plain in NO_ROOM.items():
-        if number == code or f"os error {code}" in words:
+        if number == code or f"os error {code}" in message:
             return plain
-    if "unexpected pos" in words:  # torch, which does not say why
+    if "unexpected pos" in message:  # torch, which does not say why
         return NO_ROOM[errno.EFBIG if _files_are_limited() else errno.ENOSPC]
-    return words
+    return message
 
 
 def first_line(problem: BaseException) -> str:

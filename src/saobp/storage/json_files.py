@@ -35,10 +35,10 @@ def read_json(path: Path) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file; raises on anything else."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object but {json.dumps(found)[:40]}")
-    return found
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object but {json.dumps(content)[:40]}")
+    return content
 
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = []
+    objects = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -64,8 +64,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: line {number}, column {error.colno} is not JSON") from None
         if not isinstance(entry, dict):
             raise ValueError(f"{path}: line {number} holds no JSON object")
-        found.append(entry)
-    return found
+        objects.append(entry)
+    return objects
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:

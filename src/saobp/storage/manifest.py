@@ -43,11 +43,11 @@ def write_manifest(folder: Path) -> None:
 
 def check_manifest(folder: Path) -> None:
     """Raise on a folder that differs from its manifest; one without a manifest passes."""
-    found = damage(folder) if (folder / MANIFEST).exists() else None
-    if found is not None:
+    difference = damage(folder) if (folder / MANIFEST).exists() else None
+    if difference is not None:
         raise ValueError(
-            f"the model in {folder} is damaged, because {found}: restore it or train it again, or delete its "
-            f"{MANIFEST} if the change was meant"
+            f"the model in {folder} is damaged, because {difference}: restore it or train it again, or "
+            f"delete its {MANIFEST} if the change was meant"
         )
 
 
@@ -63,9 +63,9 @@ def damage(folder: Path) -> str | None:
     for name, expected in sums.items():
         try:
             with (folder / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             return f"{name} is missing or cannot be read"
-        if found != expected:
+        if checksum != expected:
             return f"{name} is not what was written"
     return None

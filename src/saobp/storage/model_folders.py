@@ -41,9 +41,9 @@ def checked_folder(folder: str | PathLike[str]) -> str:
 
 def intact_folder(folder: str | PathLike[str]) -> str:
     """The same, for a model that is to be loaded: its files must be those of its manifest, if it has one."""
-    place = checked_folder(folder)
-    check_manifest(Path(place))
-    return place
+    model_folder = checked_folder(folder)
+    check_manifest(Path(model_folder))
+    return model_folder
 
 
 def check_file(path: Path) -> None:
@@ -61,7 +61,7 @@ def has_tokenizer(place: str) -> bool:
 
 
 def check_tokenizer(place: str) -> None:
-    """Raises if a model's folder holds no tokenizer: Transformers would make an empty one without a word."""
+    """Raises if a model's folder holds no tokenizer: Transformers would silently make an empty one."""
     if not has_tokenizer(place):
         raise ValueError(f"{place!r} holds no tokenizer: copy the one that the model was trained with there")
 
@@ -86,7 +86,7 @@ def hub_problem(name: str) -> str | None:
 
 @functools.cache
 def _hub_answer(name: str) -> str | None:
-    """The hub's answer in the words of ``hub_problem``; raises, and remembers nothing, where it gave none."""
+    """As ``hub_problem``, cached; raises, and caches nothing, if the hub did not answer."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 

@@ -88,9 +88,9 @@ class BatchShard:
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy in pinned memory. Made by numpy: PyTorch would wake all its threads for it."""
-    held = torch.empty_like(tensor, pin_memory=True)
-    np.copyto(held.numpy(), tensor.numpy())
-    return held
+    copy = torch.empty_like(tensor, pin_memory=True)
+    np.copyto(copy.numpy(), tensor.numpy())
+    return copy
 
 
 class TrainingStream:
@@ -119,14 +119,14 @@ def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
     count = min(shard.rows, wanted // (shard.processes * recipe.accumulation))
     if count == 0:
         return []
-    found = [
+    gathered = [
         shard.batch(rows, HELD_OUT_SEED, number, part, count)
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
     sizes = range(1, max(1, HELD_OUT_ROWS // count) + 1)
-    together = max(size for size in sizes if len(found) % size == 0)
-    return [joined(found[first : first + together]) for first in range(0, len(found), together)]
+    together = max(size for size in sizes if len(gathered) % size == 0)
+    return [joined(gathered[first : first + together]) for first in range(0, len(gathered), together)]
 
 
 def joined(batches: list[Batch]) -> Batch:

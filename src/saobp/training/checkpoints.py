@@ -21,7 +21,7 @@ from transformers import (
 from saobp.data.tasks import TaskSpec
 from saobp.refinement import Refinement
 from saobp.storage.model_folders import check_tokenizer, checked_folder
-from saobp.transformers.apply import refined_as_asked
+from saobp.transformers.apply import override_refinement
 from saobp.transformers.input_length import max_input_length
 from saobp.transformers.load_errors import clear_load_errors
 
@@ -67,7 +67,7 @@ def load_model(
             f"{str(folder)!r} lacks weights of {type(model).__name__}, such as {min(info['missing_keys'])}, "
             "and random ones would be measured: give a model that was saved with its language-model head"
         )
-    return refined_as_asked(model, refinement)
+    return override_refinement(model, refinement)
 
 
 def effective_refinement(folder: str | Path, refinement: Refinement | None) -> dict[str, Any] | None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from saobp.training.fast_gradients import FastZeroGrad
 from saobp.training.fast_layers import (
     fast_output_layer,
     fused_projections,
     no_masks_for_full_rows,
     temporary_class,
 )
-from saobp.training.lean_steps import LeanZeroGrad
 from saobp.training.objectives import Objective
 
 REGULARIZER = "saobp_regularizer"
@@ -34,8 +34,8 @@ BERT-mini, 3.3 % instead of 4.3 % idle, on an H200.
 """
 
 
-class LossModel(LeanZeroGrad):
-    """Mixed into a model's class by :func:`temporary_class`: forward is the loss; a lean zero_grad."""
+class LossModel(FastZeroGrad):
+    """Mixed into a model's class by :func:`temporary_class`: forward is the loss; a cheap zero_grad."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -66,7 +66,7 @@ def loss_as_forward(
     where memory matters more.
     """
     autocast = sharded and precision == "bf16"
-    kind = next(model.parameters()).device.type
+    device_type = next(model.parameters()).device.type
     inner = "fp32" if autocast else precision
 
     def loss(ids: Tensor, seeds: Tensor, counts: Tensor | None) -> Tensor:
@@ -81,11 +81,11 @@ def loss_as_forward(
         model.add_module(REGULARIZER, regularizer)
         step = penalised
     if compiled and not (sharded or (regularizer is not None and model.is_gradient_checkpointing)):
-        options = gpu_options() if kind == "cuda" else None
+        options = gpu_options() if device_type == "cuda" else None
         step = torch.compile(with_own_code(step), dynamic=False, options=options)
 
     def forward(input_ids: Tensor, seeds: Tensor, counts: Tensor | None = None) -> Tensor:
-        with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device_type, torch.bfloat16, enabled=autocast):
             if regularizer is not None and model.training and torch.is_grad_enabled():
                 with regularizer.watch(model):
                     return step(input_ids, seeds, counts)
@@ -97,12 +97,12 @@ def loss_as_forward(
         stack.enter_context(no_masks_for_full_rows())
         if not (sharded or model.is_gradient_checkpointing):
             stack.enter_context(fused_projections(model))
-            if kind == "cuda":
+            if device_type == "cuda":
                 stack.enter_context(fast_output_layer(model))
         if regularizer is not None:
             stack.callback(delattr, model, REGULARIZER)
-        learning = None if sharded else [p for p in model.parameters() if p.requires_grad]
-        stack.enter_context(temporary_class(model, LossModel, loss=forward, learning=learning))
+        trainable = None if sharded else [p for p in model.parameters() if p.requires_grad]
+        stack.enter_context(temporary_class(model, LossModel, loss=forward, trainable=trainable))
         yield model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,34 +65,14 @@ def find_pretraining_data(
         raise ValueError(f"the data folder {data_dir} does not exist: check --data-dir")
     folder = Path(tokens)
     mixture = parse_mixture(corpus) if corpus else {}
-    there = {store.metadata.corpus for store in stores_in(folder)}
-    raw = [name for name in mixture if _is_text(name, data_dir) or (name not in there and _HUB.match(name))]
-    if not mixture and not there:
-        raise ValueError(f"{folder} holds no token store: name texts by --corpus")
-    for name in mixture:
-        if name not in raw and name not in there:
-            raise ValueError(
-                f"there is no text {name!r}"
-                + ("" if data_dir is None else f" in {data_dir}")
-                + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
-            )
-    words = find_tokenizer(
+    raw = _corpora_to_tokenise(mixture, folder, data_dir)
+    loaded = find_tokenizer(
         family, folder, raw, data_dir=data_dir, tokenizer=tokenizer, vocabulary=vocabulary, progress=progress
     )
     if family not in DECODERS:
-        MaskedLM.of(words)
-    made = prepare_corpora(raw, words, folder, data_dir=data_dir, progress=progress) if raw else {}
-    ready = ready_stores(folder, words)
-    for name in mixture:
-        if name not in made and name not in ready:
-            raise ValueError(
-                f"the tokens of {name} in {folder} come from another tokenizer: name it by --tokenizer"
-            )
-    stores = {name: made.get(name) or ready[name] for name in mixture} if mixture else ready
-    if not stores:
-        raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
-    for name in stores.keys() - made.keys():
-        stores[name].verify()
+        MaskedLM.of(loaded)
+    new_stores = prepare_corpora(raw, loaded, folder, data_dir=data_dir, progress=progress) if raw else {}
+    stores = _with_saved_stores(new_stores, mixture, folder, loaded)
     weights = mixture if any(weight is not None for weight in mixture.values()) else None
     blocks = partial(
         Blocks,
@@ -101,9 +81,48 @@ def find_pretraining_data(
         length=length,
         seed=seed,
         held_out=held_out,
-        prefix=None if family in DECODERS else prefix_of(words),
+        prefix=None if family in DECODERS else prefix_of(loaded),
     )
-    return PretrainingData(blocks(split="train"), blocks(split="validation") if held_out else None, words)
+    return PretrainingData(blocks(split="train"), blocks(split="validation") if held_out else None, loaded)
+
+
+def _corpora_to_tokenise(
+    mixture: Mapping[str, float | None], folder: Path, data_dir: str | Path | None
+) -> list[str]:
+    """Corpora that are found as text. Raises on one that is neither text nor a token store in the folder."""
+    saved = {store.metadata.corpus for store in stores_in(folder)}
+    if not mixture and not saved:
+        raise ValueError(f"{folder} holds no token store: name texts by --corpus")
+    raw = [name for name in mixture if _is_text(name, data_dir) or (name not in saved and _HUB.match(name))]
+    for name in mixture:
+        if name not in raw and name not in saved:
+            raise ValueError(
+                f"there is no text {name!r}"
+                + ("" if data_dir is None else f" in {data_dir}")
+                + f" and no token store of it in {folder}: check --corpus, --data-dir and --tokens"
+            )
+    return raw
+
+
+def _with_saved_stores(
+    new_stores: Mapping[str, TokenStore],
+    mixture: Mapping[str, float | None],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+) -> dict[str, TokenStore]:
+    """The stores of a mixture, or all of the folder without one: new ones, and saved ones, verified."""
+    saved = ready_stores(folder, tokenizer)
+    for name in mixture:
+        if name not in new_stores and name not in saved:
+            raise ValueError(
+                f"the tokens of {name} in {folder} come from another tokenizer: name it by --tokenizer"
+            )
+    stores = {name: new_stores.get(name) or saved[name] for name in mixture} if mixture else saved
+    if not stores:
+        raise ValueError(f"{folder} holds no token store for this tokenizer: name texts by --corpus")
+    for name in stores.keys() - new_stores.keys():
+        stores[name].verify()
+    return stores
 
 
 def find_tokenizer(
@@ -129,8 +148,8 @@ def find_tokenizer(
         return load_tokenizer(str(stored))
     if not raw:
         _check_not_learned(folder, family)
-    found = load_tokenizer(tokenizer_family(family), data_dir)
-    return save_family_tokenizer(found, folder, family) if raw else found
+    loaded = load_tokenizer(tokenizer_family(family), data_dir)
+    return save_family_tokenizer(loaded, folder, family) if raw else loaded
 
 
 def _check_not_learned(folder: Path, family: str) -> None:
@@ -147,15 +166,15 @@ def stores_in(folder: Path) -> list[TokenStore]:
     """The token stores in a folder, not yet verified."""
     if not folder.is_dir():
         return []
-    found = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
-    return [TokenStore.open(path, verify=False) for path in found if not is_unfinished(path)]
+    folders = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
+    return [TokenStore.open(path, verify=False) for path in folders if not is_unfinished(path)]
 
 
 def ready_stores(folder: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, TokenStore]:
     """Token stores that this tokenizer made, by the name of their corpus, not yet verified."""
     mark = tokenizer_checksum(tokenizer)
-    found = [store for store in stores_in(folder) if store.metadata.tokenizer_checksum == mark]
-    return {store.metadata.corpus: store for store in found}
+    stores = [store for store in stores_in(folder) if store.metadata.tokenizer_checksum == mark]
+    return {store.metadata.corpus: store for store in stores}
 
 
 def _is_text(name: str, data_dir: str | Path | None) -> bool:

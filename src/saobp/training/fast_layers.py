@@ -30,8 +30,8 @@ def temporary_class(module: nn.Module, mixin: type, **attributes: Any) -> Iterat
     Afterwards it has its class again, unless FSDP has made one of its own from it; so a mixin without its
     attributes must behave like the module's own class.
     """
-    own = type(module)
-    derived = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    original = type(module)
+    derived = type(original.__name__, (mixin, original), {"__module__": original.__module__})
     module.__class__ = derived
     vars(module).update(attributes)
     try:
@@ -40,7 +40,7 @@ def temporary_class(module: nn.Module, mixin: type, **attributes: Any) -> Iterat
         for name in attributes:
             del vars(module)[name]
         if type(module) is derived:
-            module.__class__ = own
+            module.__class__ = original
 
 
 ROLES = ("query", "key", "value")
@@ -50,7 +50,7 @@ ROLES = ("query", "key", "value")
 def fused_projections(model: nn.Module) -> Iterator[None]:
     """Context in which ``query``, ``key`` and ``value`` layers of an attention share one matrix product."""
     with ExitStack() as stack:
-        for layers in [found for module in model.modules() if (found := fusable(module))]:
+        for layers in [fused for module in model.modules() if (fused := fusable(module))]:
             product = FusedProduct(layers)
             for index, layer in enumerate(layers):
                 stack.enter_context(temporary_class(layer, FusedProjection, product=product, index=index))
@@ -61,7 +61,10 @@ def fusable(module: nn.Module) -> tuple[nn.Linear, ...]:
     """The three layers of an attention, if they can be fused (plain, one width, same biases); else empty."""
     layers = [getattr(module, role, None) for role in ROLES]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
-    kinds = {(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in plain}
+    kinds = {
+        (linear.in_features, linear.bias is None, linear.weight.dtype, linear.weight.device)
+        for linear in plain
+    }
     return tuple(plain) if len(plain) == len(ROLES) and len(kinds) == 1 else ()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saobp.kernels.dispatch import replayed
+from saobp.kernels.dispatch import for_cuda_graph
 from saobp.storage.atomic import first_line
 from saobp.training.batches import Batch
 
@@ -78,13 +78,13 @@ def relative_difference(gradients: Sequence[Tensor | None], right: Sequence[Tens
 
     Infinite if ``gradients`` are not finite; 0 if ``right`` are not, since nothing can be compared then.
     """
-    pairs = [(one, other) for one, other in zip(gradients, right, strict=True) if one is not other]
-    apart = [(0 if one is None else one) - (0 if other is None else other) for one, other in pairs]
+    pairs = [(left, other) for left, other in zip(gradients, right, strict=True) if left is not other]
+    apart = [(0 if left is None else left) - (0 if other is None else other) for left, other in pairs]
     norm = nn.utils.get_total_norm([torch.as_tensor(difference) for difference in apart]).item()
-    own = nn.utils.get_total_norm([other for other in right if other is not None]).item()
-    if norm == 0 or not math.isfinite(own):
+    right_norm = nn.utils.get_total_norm([other for other in right if other is not None]).item()
+    if norm == 0 or not math.isfinite(right_norm):
         return 0.0
-    return norm / own if own and math.isfinite(norm) else math.inf
+    return norm / right_norm if right_norm and math.isfinite(norm) else math.inf
 
 
 class GraphedStep:
@@ -130,10 +130,10 @@ class GraphedStep:
                 self._try_to_capture(batch, shapes)
             self._warm[shapes] += 1
         if shapes not in self._captured:
-            with replayed() if self._may_capture else nullcontext():
+            with for_cuda_graph() if self._may_capture else nullcontext():
                 return self.compute(batch)
-        held, loss, gradients, replay = self._captured[shapes]
-        for name, tensor in held.items():
+        static, loss, gradients, replay = self._captured[shapes]
+        for name, tensor in static.items():
             tensor.copy_(batch[name])
         self._replays[shapes] += 1
         is_power_of_two = self._replays[shapes] & (self._replays[shapes] - 1) == 0
@@ -166,31 +166,31 @@ class GraphedStep:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            other = eager(batch)
-            apart = relative_difference(gradients, [parameter.grad for parameter in self.parameters])
+            eager_loss = eager(batch)
+            difference = relative_difference(gradients, [parameter.grad for parameter in self.parameters])
         except RuntimeError as problem:  # most likely out of memory
-            self.eager, apart = None, 0.0
+            self.eager, difference = None, 0.0
             why = first_line(problem)
             self.notify(f"The captured step cannot be compared with the uncompiled one ({why}).")
-        if apart <= TOLERANCE:
+        if difference <= TOLERANCE:
             self._give(gradients)
             if loss.is_cuda:
                 torch.cuda.empty_cache()  # of the comparison
             return loss.clone()
         self.use_eager()
         self.notify(
-            f"Gradients of the captured step are wrong (apart by {apart:.2g} of their norm at replay "
+            f"Gradients of the captured step are wrong (apart by {difference:.2g} of their norm at replay "
             f"{replays}), so the run goes on without graph and compiler."
         )
-        return other
+        return eager_loss
 
     def _try_to_capture(self, batch: Batch, shapes: tuple[torch.Size, ...]) -> None:
-        held = {name: tensor.clone() for name, tensor in batch.items()}
+        static = {name: tensor.clone() for name, tensor in batch.items()}
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            with replayed():
-                loss, replay = self.capture(lambda: self.compute(held))
+            with for_cuda_graph():
+                loss, replay = self.capture(lambda: self.compute(static))
         except RuntimeError as problem:
             self._may_capture = False
             for parameter in self.parameters:
@@ -202,4 +202,4 @@ class GraphedStep:
             )
         else:
             gradients = [parameter.grad for parameter in self.parameters]
-            self._captured[shapes] = CapturedStep(held, loss, gradients, replay)
+            self._captured[shapes] = CapturedStep(static, loss, gradients, replay)

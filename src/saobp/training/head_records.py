@@ -8,7 +8,7 @@ from torch import nn
 
 from saobp.metrics.health.head_health import CROSS_LAYER, Health
 from saobp.training.sharding import full_tensor
-from saobp.transformers.layer_refinement import attached
+from saobp.transformers.layer_refinement import named_refinements
 
 STATISTICS = ("gtd", "indirect_entropy", "attention_entropy", "sink_mass")
 MEASURED = (*STATISTICS, CROSS_LAYER)
@@ -29,5 +29,7 @@ def health_line(step: int, health: Health, strengths: list[list[float]] | None) 
 
 def strengths_of(model: nn.Module) -> list[list[float]] | None:
     """Strength of each head by layer, None without refinement; a collective call."""
-    found = [full_tensor(own().detach()).float().cpu().tolist() for _, own in attached(model)]
-    return found or None
+    strengths = [
+        full_tensor(layer().detach()).float().cpu().tolist() for _, layer in named_refinements(model)
+    ]
+    return strengths or None

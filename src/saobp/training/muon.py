@@ -35,26 +35,26 @@ class BatchedMuon(torch.optim.Muon):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not learning:
+            trainable = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trainable:
                 continue
-            gradients = [parameter.grad for parameter in learning]
-            for parameter in learning:
+            gradients = [parameter.grad for parameter in trainable]
+            for parameter in trainable:
                 if not self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            momenta = [self.state[parameter]["momentum_buffer"] for parameter in learning]
+            momenta = [self.state[parameter]["momentum_buffer"] for parameter in trainable]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
-            torch._foreach_mul_(learning, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(trainable, 1 - group["lr"] * group["weight_decay"])
             alike: dict[torch.Size, list[int]] = defaultdict(list)
-            for number, parameter in enumerate(learning):
+            for number, parameter in enumerate(trainable):
                 alike[parameter.shape].append(number)
             for shape, numbers in alike.items():
                 together = torch.stack([updates[number] for number in numbers])
                 together = orthogonalised(together, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 torch._foreach_add_(
-                    [learning[number] for number in numbers],
-                    together.to(learning[numbers[0]].dtype).unbind(),
+                    [trainable[number] for number in numbers],
+                    together.to(trainable[numbers[0]].dtype).unbind(),
                     alpha=-group["lr"] * 0.2 * max(shape) ** 0.5,
                 )
         return loss
@@ -66,12 +66,12 @@ def orthogonalised(
     """Matrices ``[count, rows, columns]`` with singular values near 1, by Newton-Schulz in bfloat16."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
-    found = (matrices.mT if is_tall else matrices).bfloat16()
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    product = (matrices.mT if is_tall else matrices).bfloat16()
+    product = product / product.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.mT if is_tall else found
+        gram = product @ product.mT
+        product = torch.baddbmm(product, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), product, beta=a)
+    return product.mT if is_tall else product
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -82,9 +82,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, adamw: torch.optim.Optimizer, matrices: list[nn.Parameter], rate: float) -> None:
-        taken = {id(matrix) for matrix in matrices}
+        moved = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
         decay = max(group["weight_decay"] for group in adamw.param_groups)
         self.parts = {"adamw": adamw, "muon": BatchedMuon(matrices, rate, decay)}
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})

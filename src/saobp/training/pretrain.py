@@ -17,17 +17,17 @@ from transformers.utils import logging as hf_logging
 
 from saobp.data import TokenStore
 from saobp.portable.code import check_portable, weights_of
-from saobp.portable.run_facts import facts_of
+from saobp.portable.run_summary import summarise_run
 from saobp.portable.save import finish_folder
 from saobp.runs.folder import RunFolder
 from saobp.training.architectures import build_model
 from saobp.training.batches import BatchShard, TokenRows
 from saobp.training.compiled_step import loss_as_forward
 from saobp.training.head_records import strengths_of
-from saobp.training.objectives import objective_of
+from saobp.training.objectives import Objective, objective_of
 from saobp.training.progress import TrainingProgress
 from saobp.training.recipes import PretrainRecipe
-from saobp.training.sharding import gather_weights, sharding_asked_for
+from saobp.training.sharding import fsdp_requested, gather_weights
 from saobp.training.trainer import PretrainTrainer, arguments
 from saobp.transformers.apply import apply
 
@@ -69,7 +69,7 @@ def pretrain(
     in place, or with an uncompiled recipe, because a compiled step is captured once on a single GPU. In a
     distributed launch every process calls this; rank 0 writes.
     """
-    sharded = sharding_asked_for(recipe.regularizer)
+    sharded = fsdp_requested(recipe.regularizer)
     if sharded and (recipe.optimizer == "muon" or recipe.averaged_share):
         raise ValueError(
             "optimizer=muon and averaged_share need whole matrices, which FSDP divides: leave --use_fsdp out"
@@ -86,24 +86,8 @@ def pretrain(
     model = new_model(recipe, tokenizer)
     if portable:
         check_portable(model)
-    _on_main_process(
-        args,
-        lambda: RunFolder.start(
-            run.path,
-            "pretrain",
-            recipe.to_dict(),
-            seed=recipe.seed,
-            data={name: store.checksum for name, store in stores.items()},
-            held_out=getattr(train, "held_out", None),
-            processes=args.world_size,
-            resume=resume,
-        ),
-    )
     notify = notify if args.process_index == 0 else (lambda _: None)
-    start = run.last_good_checkpoint(notify)
-    _on_main_process(args, lambda: run.rewind(start or 0))
-    if resume and start is None:
-        notify("There is no whole checkpoint, so the run begins again at step 0.")
+    start = _start_run(run, recipe, args, stores, getattr(train, "held_out", None), resume, notify)
     bar = TrainingProgress()
     trainer = PretrainTrainer(
         model,
@@ -119,27 +103,9 @@ def pretrain(
         notify(
             "Accelerate divides models on accelerators only: here every process keeps the whole model (DDP)."
         )
-    penalty = recipe.penalty()
-    if penalty is not None and penalty.sums_over_texts:
-        penalty.weight *= args.world_size * recipe.accumulation  # losses of parts are averaged
     try:
-        with (
-            closing(bar),
-            tensor_core_products(args.device),
-            loss_as_forward(
-                model,
-                objective,
-                precision=recipe.precision,
-                compiled=recipe.compiled,
-                regularizer=penalty,
-                sharded=trainer.is_fsdp_enabled,
-            ),
-        ):
-            trainer.last_checkpoint = start
-            trainer.train(None if start is None else str(run.checkpoint_path(start)))
-            trainer.average.settle()
-            if trainer.held_out and trainer.last_evaluation != recipe.last_step:
-                trainer.evaluate()
+        with closing(bar):
+            _train(trainer, model, objective, start)
         result = _result(recipe, trainer, model)
         _save_model(trainer, run, model, tokenizer, result, portable)
     except BaseException as problem:
@@ -150,6 +116,60 @@ def pretrain(
         run.finish(asdict(result), seconds=result.seconds)
     trainer.accelerator.wait_for_everyone()
     return result
+
+
+def _start_run(
+    run: RunFolder,
+    recipe: PretrainRecipe,
+    args: TrainingArguments,
+    stores: Mapping[str, TokenStore],
+    held_out: float | None,
+    resume: bool,
+    notify: Callable[[str], object],
+) -> int | None:
+    """Start or continue the run on rank 0; the step of the checkpoint to resume from, if there is one."""
+    _on_main_process(
+        args,
+        lambda: RunFolder.start(
+            run.path,
+            "pretrain",
+            recipe.to_dict(),
+            seed=recipe.seed,
+            data={name: store.checksum for name, store in stores.items()},
+            held_out=held_out,
+            processes=args.world_size,
+            resume=resume,
+        ),
+    )
+    start = run.last_good_checkpoint(notify)
+    _on_main_process(args, lambda: run.rewind(start or 0))
+    if resume and start is None:
+        notify("There is no whole checkpoint, so the run begins again at step 0.")
+    return start
+
+
+def _train(trainer: PretrainTrainer, model: PreTrainedModel, objective: Objective, start: int | None) -> None:
+    """Train from a checkpoint's step or from 0, average the last weights, and evaluate at the end."""
+    recipe, args = trainer.recipe, trainer.args
+    penalty = recipe.penalty()
+    if penalty is not None and penalty.sums_over_texts:
+        penalty.weight *= args.world_size * recipe.accumulation  # losses of parts are averaged
+    with (
+        tensor_core_products(args.device),
+        loss_as_forward(
+            model,
+            objective,
+            precision=recipe.precision,
+            compiled=recipe.compiled,
+            regularizer=penalty,
+            sharded=trainer.is_fsdp_enabled,
+        ),
+    ):
+        trainer.last_checkpoint = start
+        trainer.train(None if start is None else str(trainer.run.checkpoint_path(start)))
+        trainer.average.settle()
+        if trainer.held_out and trainer.last_evaluation != recipe.last_step:
+            trainer.evaluate()
 
 
 @contextmanager
@@ -231,11 +251,11 @@ def _save_model(
     if trainer.is_fsdp_enabled:
         weights = gather_weights(trainer.accelerator, model)
     if trainer.is_world_process_zero():
-        facts = facts_of(run.recipe, run.record, asdict(result))
+        summary = summarise_run(run.recipe, run.record, asdict(result))
         run.save_model(
             model,
             tokenizer,
             weights_of(model, weights),
-            finish=lambda folder: finish_folder(model, folder, run.path.name, facts, portable=portable),
+            finish=lambda folder: finish_folder(model, folder, run.path.name, summary, portable=portable),
         )
     trainer.accelerator.wait_for_everyone()

@@ -163,13 +163,17 @@ def paper(family: str, size: str) -> PretrainRecipe:
 
     Its batch size is the one unknown: it is not printed, and 32 x 128 fits the cost table.
     """
-    known = {"mini": (60_000, 5e-5, 3000), "small": (150_000, 3e-4, 7500), "medium": (245_000, 3e-4, 12_000)}
-    if size not in known:
+    by_size = {
+        "mini": (60_000, 5e-5, 3000),
+        "small": (150_000, 3e-4, 7500),
+        "medium": (245_000, 3e-4, 12_000),
+    }
+    if size not in by_size:
         raise ValueError(f"the paper has no size {size!r}: choose mini, small or medium")
-    steps, rate, warmup = known[size]
-    every: dict[str, Any] = {"evaluation_steps": 1000, "checkpoint_steps": 2000, "evaluation_rows": 1024}
-    every["health_texts"] = 0  # heads are measured afterwards
-    return PretrainRecipe("paper", family, size, steps, 32, 128, rate, warmup, schedule="cosine", **every)
+    steps, rate, warmup = by_size[size]
+    intervals: dict[str, Any] = {"evaluation_steps": 1000, "checkpoint_steps": 2000, "evaluation_rows": 1024}
+    intervals["health_texts"] = 0  # heads are measured afterwards
+    return PretrainRecipe("paper", family, size, steps, 32, 128, rate, warmup, schedule="cosine", **intervals)
 
 
 def fast(family: str, size: str) -> PretrainRecipe:
@@ -180,10 +184,10 @@ def fast(family: str, size: str) -> PretrainRecipe:
     predicts every token, not 15 % of them.
     """
     shape_of(family, size)
-    known = {"tiny": (2000, 2e-3), "mini": (8000, 1e-3), "small": (16_000, 7e-4), "medium": (24_000, 5e-4)}
-    if size not in known:
+    by_size = {"tiny": (2000, 2e-3), "mini": (8000, 1e-3), "small": (16_000, 7e-4), "medium": (24_000, 5e-4)}
+    if size not in by_size:
         raise ValueError(f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium")
-    steps, rate = known[size]
+    steps, rate = by_size[size]
     if family in DECODERS:
         steps //= 2
     return PretrainRecipe(

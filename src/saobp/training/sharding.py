@@ -17,20 +17,20 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-def sharding_asked_for(regularizer: str | None = None) -> bool:
+def fsdp_requested(regularizer: str | None = None) -> bool:
     """Whether the launch asks for FSDP. Raises on FSDP 1, and on a regularizer with FSDP."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked and regularizer is not None:
+    requested = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if requested and regularizer is not None:
         raise ValueError(
             f"the regularizer {regularizer!r} looks at the whole model at once, which FSDP divides: leave "
             "--use_fsdp out"
         )
-    if asked and os.environ.get("FSDP_VERSION", "1") != "2":
+    if requested and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(
             "pretraining is divided by FSDP 2, and Accelerate's default is version 1: add --fsdp_version 2 "
             "to accelerate launch"
         )
-    return asked
+    return requested
 
 
 def shard_by_layers(accelerator: Accelerator, model: PreTrainedModel) -> None:

@@ -32,9 +32,9 @@ from saobp.training.batches import (
     health_batch,
     held_out_batches,
 )
+from saobp.training.fast_gradients import FastGradientTrainer
 from saobp.training.graphed_step import GraphedStep
 from saobp.training.head_records import MEASURED, health_line, strengths_of
-from saobp.training.lean_steps import LeanTrainer
 from saobp.training.muon import MuonWithAdamW, hidden_matrices
 from saobp.training.recipes import PretrainRecipe
 from saobp.training.sharding import shard_by_layers
@@ -48,7 +48,7 @@ CLOCK = "clock.json"
 def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingArguments:
     """Arguments of Trainer; data, loss and checkpoints are handled here."""
     cuda = torch.cuda.is_available()
-    given = TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
         gradient_accumulation_steps=recipe.accumulation,
@@ -75,13 +75,13 @@ def arguments(recipe: PretrainRecipe, folder: Path, report_to: str) -> TrainingA
         disable_tqdm=True,
         use_cpu=not cuda,
     )
-    if given.n_gpu > 1:
+    if args.n_gpu > 1:
         # One process drives one GPU; more come by `accelerate launch`.
-        given._n_gpu = 1
-    return given
+        args._n_gpu = 1
+    return args
 
 
-class PretrainTrainer(LeanTrainer):
+class PretrainTrainer(FastGradientTrainer):
     """Trains a model whose forward is its loss (``loss_as_forward``) and writes all to a run folder."""
 
     def __init__(
@@ -247,7 +247,7 @@ class PretrainTrainer(LeanTrainer):
         """Capture compiled steps as a CUDA graph on a single GPU without accumulation."""
         model = self.model
         assert model is not None
-        self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         alone = self.args.world_size == self.recipe.accumulation == 1
         if alone and self.recipe.compiled and self.args.device.type == "cuda":
 
@@ -257,7 +257,7 @@ class PretrainTrainer(LeanTrainer):
 
             self._graphed = GraphedStep(
                 lambda batch: self._loss(model, batch),
-                self.learning,
+                self.trainable,
                 self.notify,
                 eager=None if self.recipe.dropout else uncompiled,
             )
@@ -284,12 +284,12 @@ class PretrainTrainer(LeanTrainer):
                     problem = error
             if problem is not None and main:
                 shutil.rmtree(folder, ignore_errors=True)
-                words, problem = reason(problem), None
+                why, problem = reason(problem), None
                 gc.collect()  # an open, half-written file still takes disk space
                 good = self.last_checkpoint
                 last = "there is none before it" if good is None else f"the last good one is of step {good}"
                 self.notify(
-                    f"The checkpoint of step {step} could not be written ({words}); {last}, and the run "
+                    f"The checkpoint of step {step} could not be written ({why}); {last}, and the run "
                     "goes on."
                 )
             elif problem is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from saobp.transformers.layer_refinement import ATTACHED, attached
+from saobp.transformers.layer_refinement import SUBMODULE, named_refinements
 
 TUNERS = "peft.tuners.tuners_utils"
 """The PEFT module that defines the injection of adapters."""
@@ -39,10 +39,10 @@ def mark_adapter(config: Any, model: nn.Module) -> None:
     if not hasattr(config, "modules_to_save"):
         return
     saved = list(config.modules_to_save or ())
-    is_refined = any(True for _ in attached(model))
-    if is_refined and ATTACHED not in saved:
-        config.modules_to_save = [*saved, ATTACHED]
-    if not is_refined and ATTACHED in saved:
+    is_refined = any(True for _ in named_refinements(model))
+    if is_refined and SUBMODULE not in saved:
+        config.modules_to_save = [*saved, SUBMODULE]
+    if not is_refined and SUBMODULE in saved:
         warnings.warn(
             "this adapter was made for a model with refined attention and the base model is plain, so its "
             "rows are not refined: call saobp.apply(base, refinement), or load the base with saobp.load, "

@@ -20,13 +20,14 @@ from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import get_factor, has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
 from saobp.transformers.layer_refinement import (
-    ATTACHED,
+    CONFIG_FIELD,
     IMPLEMENTATION,
-    WRITTEN,
+    IMPLEMENTATION_FIELD,
+    SUBMODULE,
     LayerRefinement,
     add_cache_hook,
-    attached,
     is_causal_call,
+    named_refinements,
     reject_cross_attention,
     remove_cache_hook,
     strength_parameters,
@@ -60,14 +61,14 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     if refinement.strength == "auto":
         refinement = refinement.resolved(parameters)
         warn_of_strength(refinement, parameters)
-    owns = build(modules, refinement)
-    before = dict(attached(model))
-    for (name, _), own in zip(modules, owns, strict=True):
+    layer_refinements = build(modules, refinement)
+    before = dict(named_refinements(model))
+    for (name, _), layer_refinement in zip(modules, layer_refinements, strict=True):
         if name in before and before[name].refinement == refinement:
-            own.load_state_dict(before[name].state_dict())
+            layer_refinement.load_state_dict(before[name].state_dict())
     _detach(model)
     separate_configs(model)
-    attach(modules, owns)
+    attach(modules, layer_refinements)
     switch_on(model, modules, refinement)
     return model
 
@@ -101,7 +102,7 @@ def remove(model: Model) -> Model:
     return model
 
 
-def refined_as_asked(model: Model, refinement: Refinement | None) -> Model:
+def override_refinement(model: Model, refinement: Refinement | None) -> Model:
     """A loaded model with the refinement given instead of its own, if one is; ``none`` takes it off."""
     if refinement is None:
         return model
@@ -110,16 +111,16 @@ def refined_as_asked(model: Model, refinement: Refinement | None) -> Model:
 
 def _detach(model: PreTrainedModel) -> None:
     """Remove refinements, and restore configs and attention implementations."""
-    for name, _ in list(attached(model)):
+    for name, _ in list(named_refinements(model)):
         module = model.get_submodule(name)
         remove_cache_hook(module)
-        delattr(module, ATTACHED)
+        delattr(module, SUBMODULE)
     model.__dict__.pop(_FLASH, None)
     for config, implementation in model.__dict__.pop(_BEFORE, ()):
         config._attn_implementation_internal = implementation
     for config in _configs(model, []):
-        vars(config).pop(ATTACHED, None)
-        vars(config).pop(WRITTEN, None)
+        vars(config).pop(CONFIG_FIELD, None)
+        vars(config).pop(IMPLEMENTATION_FIELD, None)
     if model.__dict__.get("generate") is refuse_to_generate:
         del model.__dict__["generate"]
 
@@ -150,9 +151,9 @@ def attention_modules(model: nn.Module) -> Modules:
     """The attention modules of a model that use the attention registry, with names, first layer first."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
-    found = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
-    others = _other_attention(model, [name for name, _ in found])
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
+    others = _other_attention(model, [name for name, _ in modules])
+    if not modules:
         what = "computes its attention" if others else "has no attention layers, or computes them"
         raise ValueError(
             f"{type(model).__name__} {what} without Transformers' attention registry, so saobp cannot "
@@ -163,7 +164,7 @@ def attention_modules(model: nn.Module) -> Modules:
             f"{type(model).__name__} computes part of its attention without Transformers' attention registry "
             f"({', '.join(others)}), so saobp cannot reach all of it"
         )
-    return found
+    return modules
 
 
 def put_through_registry(model: nn.Module) -> list[nn.Module]:
@@ -187,7 +188,7 @@ def through_registry(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(module for module in changed if not hasattr(module, ATTACHED))
+        _restore(module for module in changed if not hasattr(module, SUBMODULE))
 
 
 def uses_registry(kind: type) -> bool:
@@ -237,9 +238,9 @@ def separate_configs(model: PreTrainedModel) -> None:
                 vars(module)[name] = copy.deepcopy(value, copies)
 
 
-def attach(modules: Modules, owns: list[LayerRefinement]) -> None:
-    for (_, module), own in zip(modules, owns, strict=True):
-        module.add_module(ATTACHED, own.train(module.training))
+def attach(modules: Modules, layer_refinements: list[LayerRefinement]) -> None:
+    for (_, module), layer_refinement in zip(modules, layer_refinements, strict=True):
+        module.add_module(SUBMODULE, layer_refinement.train(module.training))
         add_cache_hook(module)
 
 
@@ -256,9 +257,9 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
         if config is not model.config and isinstance(strength, tuple):
             strength = tuple(strength[layer] for layer in layers)
         if layers or config is model.config:
-            setattr(config, ATTACHED, replace(refinement, strength=strength).to_dict())
+            setattr(config, CONFIG_FIELD, replace(refinement, strength=strength).to_dict())
             if not refinement.is_plain:
-                setattr(config, WRITTEN, IMPLEMENTATION)
+                setattr(config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
         config._attn_implementation_internal = IMPLEMENTATION
     model.__dict__[_FLASH] = False  # so that servers do not switch to a plain softmax that is faster
     if refinement.future == "paper" and any(is_causal_call(module) for _, module in modules):
@@ -286,14 +287,14 @@ def head_count(module: nn.Module) -> int:
 
 def width(module: nn.Module) -> int:
     """Hidden size of an attention module's input."""
-    found: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
-    return found if isinstance(found, int) else 0
+    size: Any = getattr(getattr(module, "config", None), "hidden_size", 0)
+    return size if isinstance(size, int) else 0
 
 
 def head_dim(module: nn.Module) -> int:
     """Size of a head's queries."""
-    found: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
-    return found if isinstance(found, int) else 0
+    size: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
+    return size if isinstance(size, int) else 0
 
 
 def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
@@ -304,14 +305,15 @@ def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def _other_attention(model: nn.Module, found: list[str]) -> list[str]:
+def _other_attention(model: nn.Module, reachable: list[str]) -> list[str]:
     """Classes of attention modules that neither use the registry nor hold or belong to one that does."""
     kinds = []
     for name, module in model.named_modules():
         if "attention" not in type(module).__name__.lower() or not any(True for _ in module.parameters()):
             continue
         related = any(
-            name == one or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in found
+            name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.")
+            for other in reachable
         )
         if not related:
             kinds.append(type(module).__name__)

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
 from saobp.functional import attention
-from saobp.kernels.calls import Path
 from saobp.propagation.factors import Similarity, get_factor, has_strength
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.cache import MessageCacheLayer
-from saobp.transformers.cached_attention import Prefill, cached_attention, fused_step, why_not_fused_step
+from saobp.transformers.cached_attention import Prefill, cached_attention, fused_step
 from saobp.transformers.layer_refinement import (
-    ATTACHED,
+    CONFIG_FIELD,
     LayerRefinement,
+    get_layer_refinement,
     is_causal_call,
-    own_layer,
     reject_cross_attention,
     variants_of,
 )
-from saobp.transformers.masked_call import masked_output, masked_path
+from saobp.transformers.masked_call import masked_output
 from saobp.transformers.masks import graph_of
 from saobp.transformers.packed_sequences import (
     are_sequences,
@@ -33,6 +32,7 @@ from saobp.transformers.packed_sequences import (
     with_sequences,
 )
 from saobp.transformers.projections import projection_weights
+from saobp.transformers.routes import RefinedCall, Route, select_route
 from saobp.variants import PlusOne, States, Variant
 
 try:
@@ -64,66 +64,75 @@ def saobp_attention(
     """
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
-    own, sink = own_layer(module), None
-    variants = variants_of(own)
+    layer_refinement = get_layer_refinement(module)
+    variants = variants_of(layer_refinement)
     if variants:
         if module.training and not is_recomputation():
             for variant in variants:
                 variant.update(partial(projection_weights, module))
-        query, key, value = varied_states(module, query, key, value)
-        sink = sink_of(variants)
-    refinement, strength, messages = own_refinement(module, own, query, key.shape[-2])
-    if messages is not None and own is not None:
-        own.call.messages = None
+        query, key, value = apply_variants(module, query, key, value)
+    queries, keys = query.shape[-2], key.shape[-2]
+    refinement, strength, messages = resolve_refinement(module, layer_refinement, query, keys)
+    if messages is not None and layer_refinement is not None:
+        layer_refinement.call.messages = None
         if is_causal is None:
             is_causal = True  # the pre-hook gives a cache layer to causal modules only
     causal = is_causal_call(module, is_causal)
-    queries, keys = query.shape[-2], key.shape[-2]
     _check_lengths(refinement, queries, keys, causal, messages)
     if not causal:
         messages = None  # its layer stays stale, so the next call raises
     lengths = kwargs.get("cu_seq_lens_q")
     if lengths is not None:
         attention_mask = with_sequences(attention_mask, sequence_numbers(lengths, query, keys))
-    wants_rows = rows_wanted(kwargs)
+    call = RefinedCall(
+        query, key, value, refinement, strength, attention_mask, sliding_window, messages,
+        sink_of(variants), causal, rows_wanted(kwargs), dropout, scaling,
+    )  # fmt: skip
+    output, rows = _compute(call, select_route(call), lengths, kwargs.get("max_length_q"))
+    if variants and layer_refinement is not None:
+        for variant in variants:
+            output = variant.output(output, layer_refinement.call.inputs)
+        layer_refinement.call.inputs = None
+    return output.transpose(1, 2).contiguous(), rows if call.wants_rows else None
+
+
+def _compute(
+    call: RefinedCall, route: Route, lengths: Tensor | None, longest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[batch, heads, queries, dim]`` and, by the reference, rows.
+
+    lengths, longest: ``cu_seq_lens_q`` and ``max_length_q`` of packed sequences, if known
+    """
+    query, key, value, refinement, strength, mask, window, messages, sink = call[:9]
     states = query, key, value
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    masked = refinement, strength, attention_mask, sliding_window
-    route, _, _ = route_of(states, *masked, messages, sink, causal=causal, wants_rows=wants_rows, **options)
-    rows = None
-    if route == "attention":
+    options: dict[str, Any] = {"dropout_p": call.dropout_p, "scale": call.scale}
+    if route.name == "attention":
         if messages is not None:
-            messages.defer(Prefill(query, key, refinement, strength, attention_mask, scaling, sliding_window))
+            messages.defer(Prefill(query, key, refinement, strength, mask, call.scale, window))
             if torch.compiler.is_exporting():
                 messages.flush()
-        options |= {"is_causal": causal, "strength": BoundedStrength(strength, refinement.strongest)}
-        if attention_mask is not None and are_sequences(attention_mask):
-            longest = kwargs.get("max_length_q")
-            output = attention_of_sequences(*states, refinement, attention_mask, lengths, longest, options)
-        else:
-            options["sliding_window"] = sliding_window
-            output = attention(*states, refinement, attention_mask=attention_mask, **options)
-    elif route == "masked":
-        output = masked_output(states, *masked, **options)
-    elif route == "step":
-        assert attention_mask is not None
+        options |= {
+            "is_causal": call.is_causal, "strength": BoundedStrength(strength, refinement.strongest)
+        }  # fmt: skip
+        if mask is not None and are_sequences(mask):
+            return attention_of_sequences(*states, refinement, mask, lengths, longest, options), None
+        return attention(*states, refinement, attention_mask=mask, sliding_window=window, **options), None
+    if route.name == "masked":
+        return masked_output(states, refinement, strength, mask, window, **options), None
+    if route.name == "step":
+        assert mask is not None
         assert messages is not None
-        output = fused_step(*states, refinement, strength, attention_mask, messages, scaling)
-    else:
-        graph, bias = graph_of(attention_mask, query, keys, refinement, causal, sliding_window)
-        if sink is not None:
-            output, rows = sink.attend(*states, graph, bias=bias, **options)
-        else:
-            call = *states, refinement, strength, graph
-            if messages is None:
-                output, rows, _ = reference_attention(*call, bias=bias, **options)
-            else:
-                output, rows = cached_attention(*call, messages, bias=bias, wants_rows=wants_rows, **options)
-    if variants and own is not None:
-        for variant in variants:
-            output = variant.output(output, own.call.inputs)
-        own.call.inputs = None
-    return output.transpose(1, 2).contiguous(), rows if wants_rows else None
+        return fused_step(*states, refinement, strength, mask, messages, call.scale), None
+    graph, bias = graph_of(mask, query, key.shape[-2], refinement, call.is_causal, window)
+    if sink is not None:
+        return sink.attend(*states, graph, bias=bias, **options)
+    if messages is not None:
+        return cached_attention(
+            *states, refinement, strength, graph, messages,
+            bias=bias, wants_rows=call.wants_rows, **options,
+        )  # fmt: skip
+    output, rows, _ = reference_attention(*states, refinement, strength, graph, bias=bias, **options)
+    return output, rows
 
 
 def is_recomputation() -> bool:
@@ -131,68 +140,15 @@ def is_recomputation() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def varied_states(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
+def apply_variants(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> States:
     """Query, key and value as variants of the module's attention change them."""
-    for variant in variants_of(own_layer(module)):
+    for variant in variants_of(get_layer_refinement(module)):
         query, key, value = variant.states(query, key, value, partial(projection_weights, module))
     return query, key, value
 
 
 def sink_of(variants: list[Variant]) -> PlusOne | None:
     return next((variant for variant in variants if isinstance(variant, PlusOne)), None)
-
-
-def route_of(
-    states: States,
-    refinement: Refinement,
-    strength: Tensor,
-    mask: Tensor | None,
-    window: int | None,
-    messages: MessageCacheLayer | None,
-    sink: PlusOne | None,
-    *,
-    causal: bool,
-    wants_rows: bool,
-    dropout_p: float,
-    scale: float | None,
-) -> tuple[str, str | None, Path | None]:
-    """What computes a call, why it is the whole map if it is, and the path of kernels for masks.
-
-    ``attention``: :func:`saobp.attention`, also within packed sequences; ``masked``: the kernels for masks;
-    ``step``: those of a decoding step; ``map``: plain PyTorch with the whole map in memory.
-    """
-    queries, keys = states[0].shape[-2], states[1].shape[-2]
-    why = None
-    if wants_rows:
-        why = "the attention rows were asked for"
-    elif sink is not None:
-        why = f"{type(sink).__name__} changes the softmax"
-    elif strength.ndim > 1 and strength[0].numel() > strength.shape[2]:
-        why = "its strengths are not one per head and step"
-    elif queries != keys or (messages is not None and messages.past is not None):
-        why = f"{queries} queries see {keys} keys, earlier ones from a cache"
-    mask_why = why_mask_needs_map(mask, keys, window)
-    if why is None and mask_why is None:
-        return "attention", None, None
-    if why is None and not causal:
-        path = masked_path(states, refinement, strength, mask, window, dropout_p=dropout_p, scale=scale)
-        if path.name == "fused":
-            return "masked", None, path
-    may_step = messages is not None and sink is None and not wants_rows
-    if may_step and why_not_fused_step(*states, refinement, strength, mask, messages, dropout_p) is None:
-        return "step", None, None
-    return "map", why or mask_why, None
-
-
-def why_mask_needs_map(mask: Tensor | None, keys: int, window: int | None) -> str | None:
-    """Why the mask of a call does not go by :func:`saobp.attention`; None if it does."""
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        return "its mask says more than padding or packed sequences"
-    if window is not None and window < keys and are_sequences(mask):
-        return f"its sliding window of {window} is shorter than the {keys} tokens of packed sequences"
-    if mask is not None and are_sequences(mask) and torch.compiler.is_compiling():
-        return "a compiled call cannot read where packed sequences begin"
-    return None
 
 
 def rows_wanted(kwargs: dict[str, Any]) -> bool:
@@ -208,18 +164,18 @@ def rows_wanted(kwargs: dict[str, Any]) -> bool:
     return collected is not None and "attentions" in collected
 
 
-def own_refinement(
-    module: nn.Module, own: LayerRefinement | None, query: Tensor, keys: int
+def resolve_refinement(
+    module: nn.Module, layer_refinement: LayerRefinement | None, query: Tensor, keys: int
 ) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
     """The module's refinement, strengths of this call and the cache layer set by its pre-hook."""
-    if own is None:
-        reject_cross_attention(module)
-    else:
-        if own.heads != query.shape[1]:
-            name = type(module).__name__
-            raise ValueError(f"{name} was expected to have {own.heads} heads but has {query.shape[1]}")
-        return own.of_rows, own.strengths((query.shape[-2], keys)), own.call.messages
-    written = getattr(getattr(module, "config", None), ATTACHED, None)
+    if layer_refinement is not None:
+        if layer_refinement.heads != query.shape[1]:
+            name, heads = type(module).__name__, layer_refinement.heads
+            raise ValueError(f"{name} was expected to have {heads} heads but has {query.shape[1]}")
+        strength = layer_refinement.strengths((query.shape[-2], keys))
+        return layer_refinement.row_refinement, strength, layer_refinement.call.messages
+    reject_cross_attention(module)
+    written = getattr(getattr(module, "config", None), CONFIG_FIELD, None)
     if written is None:
         raise ValueError(
             "attn_implementation='saobp' says nothing about how to refine: call "
@@ -235,8 +191,8 @@ def own_refinement(
             f"{what} in config.saobp needs a value for each layer: use "
             "saobp.load(path, AutoClass), or saobp.apply(model, refinement)"
         )
-    strength = refinement.strength if weighted else 0.0
-    return refinement, torch.full((query.shape[1],), strength, device=query.device), None  # type: ignore[arg-type]
+    number = refinement.strength if weighted else 0.0
+    return refinement, torch.full((query.shape[1],), number, device=query.device), None  # type: ignore[arg-type]
 
 
 def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.calls import POTTS, Call
-from saobp.kernels.dispatch import step_obstacle
+from saobp.kernels.dispatch import decoding_obstacle
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention, weighted_values
 from saobp.refinement import Refinement
@@ -36,11 +36,11 @@ class Prefill:
         cached_attention(*call, messages, scale=self.scaling)
 
 
-def why_not_fused_step(
+def fused_step_obstacle(
     query: Tensor, key: Tensor, value: Tensor, refinement: Refinement, strength: Tensor, mask: Tensor | None,
     messages: MessageCacheLayer | None, dropout_p: float,
 ) -> str | None:  # fmt: skip
-    """Why a call with a cache is not a decoding step of the kernels; None if it is."""
+    """Why the decoding kernels do not take a call with a cache; None if they do."""
     if messages is None or messages.past is None:
         return "no row before it has sent messages"
     if strength.ndim != 1:
@@ -48,13 +48,13 @@ def why_not_fused_step(
     if mask is None or not _is_key_mask(mask, query, key):
         return "its mask says something else than which keys one row sees"
     states = (query, key, value, strength)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in states):
+    if torch.is_grad_enabled() and any(state.requires_grad for state in states):
         return "a decoding step of the kernels has no gradient"
     call = Call(
         query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, is_causal=True,
         dropout_p=dropout_p,
     )  # fmt: skip
-    return step_obstacle(call)
+    return decoding_obstacle(call)
 
 
 def _is_key_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:

@@ -12,25 +12,23 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from saobp.functional import build_graph
-from saobp.kernels.calls import Path
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
 from saobp.transformers.apply import attention_modules, through_registry
 from saobp.transformers.attention_function import (
+    apply_variants,
     is_recomputation,
-    own_refinement,
     reject,
-    route_of,
+    resolve_refinement,
     rows_wanted,
     sink_of,
-    varied_states,
 )
 from saobp.transformers.cache import MessageCacheLayer
 from saobp.transformers.layer_refinement import (
     IMPLEMENTATION,
+    get_layer_refinement,
     is_causal_call,
-    own_layer,
     reject_cross_attention,
     variants_of,
 )
@@ -41,6 +39,7 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
+from saobp.transformers.routes import RefinedCall, Route, select_route
 
 PLAIN = Refinement("none")
 _ARGUMENTS = ("query", "key", "value", "attention_mask", "dropout", "scaling")
@@ -88,7 +87,7 @@ class AttentionCall:
 
     def refinement(self) -> tuple[Refinement, Tensor]:
         """How the rows are refined, with their strengths; factor ``none`` for other models."""
-        refinement, strength, _ = self._own()
+        refinement, strength, _ = self._refinement()
         return refinement, strength
 
     def graph(self) -> tuple[FactorGraph, Tensor | None]:
@@ -98,7 +97,7 @@ class AttentionCall:
                 self._full_mask(),
                 self.query,
                 self.key.shape[-2],
-                self._own()[0],
+                self._refinement()[0],
                 self.is_causal,
                 self.sliding_window,
             )
@@ -108,7 +107,7 @@ class AttentionCall:
         """The attention rows ``[batch, heads, queries, keys]`` before dropout, refined if the model's are."""
         reject_cross_attention(self.module)
         reject(self.module, self.options)
-        refinement, strength, messages = self._own()
+        refinement, strength, messages = self._refinement()
         graph, bias = self.graph()
         return reference_attention(
             self.query,
@@ -122,27 +121,31 @@ class AttentionCall:
             past=None if messages is None else messages.past_of(self.key.shape[-2]),
         ).rows
 
-    def route(self) -> tuple[str, str | None, Path | None]:
-        """What computes a refined call: see :func:`route_of`."""
-        refinement, strength, messages = self._own()
-        return route_of(
-            (self.query, self.key, self.value), refinement, strength, self._full_mask(), self.sliding_window,
-            messages if self.is_causal else None, sink_of(variants_of(own_layer(self.module))),
-            causal=self.is_causal, wants_rows=rows_wanted(self.options), dropout_p=self.dropout,
-            scale=self.scaling,
+    def route(self) -> Route:
+        """What computes a refined call."""
+        refinement, strength, messages = self._refinement()
+        return select_route(
+            RefinedCall(
+                self.query, self.key, self.value, refinement, strength, self._full_mask(),
+                self.sliding_window, messages if self.is_causal else None,
+                sink_of(variants_of(get_layer_refinement(self.module))), self.is_causal,
+                rows_wanted(self.options), self.dropout, self.scaling,
+            )
         )  # fmt: skip
 
     def _full_mask(self) -> Any:
         """The mask that also separates packed sequences."""
         return self.mask if self.sequences is None else with_sequences(self.mask, self.sequences)
 
-    def _own(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
+    def _refinement(self) -> tuple[Refinement, Tensor, MessageCacheLayer | None]:
         if self.is_refined:
-            return own_refinement(self.module, own_layer(self.module), self.query, self.key.shape[-2])
+            return resolve_refinement(
+                self.module, get_layer_refinement(self.module), self.query, self.key.shape[-2]
+            )
         return PLAIN, torch.zeros(self.query.shape[1], device=self.query.device), None
 
     def _plain_graph(self) -> tuple[FactorGraph, Tensor | None]:
-        """Read the mask of eager, sdpa or flash attention: the same None means three different things."""
+        """Read the mask of eager, sdpa or flash attention, for which None means different things."""
         queries, keys, device = self.query.shape[-2], self.key.shape[-2], self.query.device
         is_short = self.mask is None or (isinstance(self.mask, Tensor) and self.mask.ndim != 4)
         if "flash" in self.implementation and is_short:
@@ -256,7 +259,7 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     options = {name: value for name, value in arguments.items() if name not in _ARGUMENTS}
     states = arguments["query"], arguments["key"], arguments["value"]
     if implementation == IMPLEMENTATION:
-        states = varied_states(module, *states)
+        states = apply_variants(module, *states)
     query, key, value = states
     mask, sequences, lengths = arguments.get("attention_mask"), None, options.get("cu_seq_lens_q")
     if implementation == IMPLEMENTATION and are_sequences(mask):

@@ -27,14 +27,16 @@ IMPLEMENTATION = "saobp"
 """Name of the attention implementation in Transformers' registries."""
 PER_HEAD = ("strength_bias", "head_bias")
 """Name suffixes of parameters with one or a few numbers per head."""
-ATTACHED = "saobp"
-"""Name of the attached module inside an attention module, and of the field in a model's config."""
-WRITTEN = "attn_implementation"
+SUBMODULE = "saobp"
+"""Name of the attached submodule of an attention module."""
+CONFIG_FIELD = "saobp"
+"""Field of a model's config that holds the refinement as a dict."""
+IMPLEMENTATION_FIELD = "attn_implementation"
 """Field of a saved config that names the implementation. Transformers reads it, but does not write it."""
 
 
 class CallState(threading.local):
-    """What the pre-hooks of an attention module leave for its attention function, which does not get it.
+    """Values that pre-hooks of an attention module hand to its attention function, which is not passed them.
 
     Each thread has its own: a server's threads may share a model. Copies and pickles start empty.
 
@@ -72,7 +74,7 @@ class LayerRefinement(nn.Module):
     ) -> None:
         super().__init__()
         self.refinement, self.layer, self.layers, self.heads = refinement, layer, layers, heads
-        self.of_rows, self.text = replace(refinement, variants=()), str(refinement)
+        self.row_refinement, self.text = replace(refinement, variants=()), str(refinement)
         self.call = CallState()
         is_float = like is None or like.is_floating_point()
         like = torch.empty(0) if like is None else like
@@ -102,7 +104,7 @@ class LayerRefinement(nn.Module):
         return strength
 
     def fixed_strengths(self, device: torch.device) -> Tensor:
-        if self.of_rows.is_plain:
+        if self.row_refinement.is_plain:
             return torch.zeros(self.heads, device=device)
         return self.refinement.layer_strengths(self.layer, self.layers, self.heads).float().to(device)
 
@@ -134,16 +136,16 @@ class LayerRefinement(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.refinement.to_dict().items())
 
 
-def own_layer(module: nn.Module) -> LayerRefinement | None:
+def get_layer_refinement(module: nn.Module) -> LayerRefinement | None:
     """The refinement attached to an attention module, for the active adapter where PEFT has wrapped it."""
-    own: Any = module._modules.get(ATTACHED)
-    return None if own is None else own.active
+    layer_refinement: Any = module._modules.get(SUBMODULE)
+    return None if layer_refinement is None else layer_refinement.active
 
 
 def bind_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module: stores the inputs for the attention function."""
-    own: Any = own_layer(module)
-    own.call.inputs = args[0] if args else kwargs["hidden_states"]
+    layer_refinement: Any = get_layer_refinement(module)
+    layer_refinement.call.inputs = args[0] if args else kwargs["hidden_states"]
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
@@ -157,17 +159,17 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention module: stores the cache layer of the call, since the attention
     function does not get the cache."""
-    own: Any = own_layer(module)
-    if own.call.messages is not None:
-        own.call.messages = None
+    layer_refinement: Any = get_layer_refinement(module)
+    if layer_refinement.call.messages is not None:
+        layer_refinement.call.messages = None
     implementation = _implementation(module.config)
     if implementation != IMPLEMENTATION:
-        warn_of_other_attention(own, implementation)
+        warn_of_other_attention(layer_refinement, implementation)
         return
     cache = find_cache(args, kwargs)
     if cache is None:
         return
-    refinement: Refinement = own.refinement
+    refinement: Refinement = layer_refinement.refinement
     factor = get_factor(refinement.factor)
     if factor is None or not factor.remembers:
         return
@@ -186,13 +188,13 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "this cache holds keys whose rows saobp did not see, so their messages are unknown: start from "
             "an empty cache, or generate with use_cache=False"
         )
-    if isinstance(messages, StaticMessages) and any(v.reads_positions for v in variants_of(own)):
+    if isinstance(messages, StaticMessages) and any(v.reads_positions for v in variants_of(layer_refinement)):
         raise ValueError(
-            f"{own.text!r} needs the distance of rows and keys, which a static cache does not tell: use a "
-            "DynamicCache, or generate with use_cache=False"
+            f"{layer_refinement.text!r} needs the distance of rows and keys, which a static cache does not "
+            "tell: use a DynamicCache, or generate with use_cache=False"
         )
-    messages.check_refinement(own.text)
-    own.call.messages = messages
+    messages.check_refinement(layer_refinement.text)
+    layer_refinement.call.messages = messages
 
 
 def _implementation(config: Any) -> str | None:
@@ -202,11 +204,11 @@ def _implementation(config: Any) -> str | None:
     return object.__getattribute__(config, "_attn_implementation_internal")
 
 
-def warn_of_other_attention(own: Any, implementation: str | None) -> None:
+def warn_of_other_attention(layer_refinement: Any, implementation: str | None) -> None:
     """Warn once that another attention implementation was selected while the refinement is attached."""
-    if own.layer or own.__dict__.get("warned") or torch.compiler.is_compiling():
+    if layer_refinement.layer or layer_refinement.__dict__.get("warned") or torch.compiler.is_compiling():
         return
-    own.warned = True
+    layer_refinement.warned = True
     warnings.warn(
         f"attention implementation {implementation!r} was selected after saobp.apply, so rows are not "
         "refined although config.saobp says so: call model.set_attn_implementation('saobp') to refine them "
@@ -218,15 +220,15 @@ def warn_of_other_attention(own: Any, implementation: str | None) -> None:
 
 def add_cache_hook(module: nn.Module) -> None:
     module.register_forward_pre_hook(bind_cache, with_kwargs=True)
-    if any(variant.needs_inputs for variant in variants_of(own_layer(module))):
+    if any(variant.needs_inputs for variant in variants_of(get_layer_refinement(module))):
         module.register_forward_pre_hook(bind_inputs, with_kwargs=True)
 
 
-def variants_of(own: LayerRefinement | None) -> list[Variant]:
+def variants_of(layer_refinement: LayerRefinement | None) -> list[Variant]:
     """Variants of a module's attention, besides its refinement."""
-    if own is None or not own.refinement.variants:
+    if layer_refinement is None or not layer_refinement.refinement.variants:
         return []
-    return list(own.variants.values())  # type: ignore[arg-type]
+    return list(layer_refinement.variants.values())  # type: ignore[arg-type]
 
 
 def remove_cache_hook(module: nn.Module) -> None:
@@ -255,12 +257,12 @@ def is_causal_call(module: nn.Module, is_causal: bool | None = None) -> bool:
     return getattr(getattr(module, "config", None), "is_causal", None) is not False
 
 
-def attached(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:
+def named_refinements(model: nn.Module) -> Iterator[tuple[str, LayerRefinement]]:
     """Every attached refinement of a model with the name of its attention module, first layer first."""
     for name, module in model.named_modules():
-        own = own_layer(module)
-        if own is not None:
-            yield name, own
+        layer_refinement = get_layer_refinement(module)
+        if layer_refinement is not None:
+            yield name, layer_refinement
 
 
 def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -270,8 +272,8 @@ def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     return [
         parameter
-        for _, own in attached(model)
-        for name, parameter in own.named_parameters()
+        for _, layer_refinement in named_refinements(model)
+        for name, parameter in layer_refinement.named_parameters()
         if name.endswith(PER_HEAD)
     ]
 

@@ -30,7 +30,7 @@ from saobp.transformers.apply import (
     put_through_registry,
     switch_on,
 )
-from saobp.transformers.layer_refinement import ATTACHED, IMPLEMENTATION, attached
+from saobp.transformers.layer_refinement import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, named_refinements
 
 HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 """Arguments of ``from_pretrained`` that say which config is meant."""
@@ -69,13 +69,13 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
 def saved_class(config: Any, path: str | PathLike[str]) -> Any:
     """The class of Transformers that the config of a saved model names."""
     names = getattr(config, "architectures", None) or ["no class"]
-    found = getattr(transformers, names[0], None)
-    if found is None:
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None:
         raise ValueError(
             f"the config of {str(path)!r} names {names[0]}, which Transformers does not have: give a class, "
             "as in saobp.load(path, AutoModelForMaskedLM), or save the model with save_pretrained"
         )
-    return found
+    return model_class
 
 
 def patch_from_pretrained() -> None:
@@ -86,14 +86,14 @@ def patch_from_pretrained() -> None:
 
     @wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        if _loading.get() or asks_for_refinement(args, kwargs):
+        if _loading.get() or loads_refined(args, kwargs):
             with _prepared(False):
                 return _load_refined(original, cls, args, kwargs)
         loaded = original(cls, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         used = str(model.config._attn_implementation)
         is_refined = used == IMPLEMENTATION or used.endswith(f":{HUB_FUNCTION}")
-        if getattr(model.config, ATTACHED, None) is not None and not is_refined:
+        if getattr(model.config, CONFIG_FIELD, None) is not None and not is_refined:
             warnings.warn(
                 "this checkpoint was saved with refined attention (config.saobp) but runs without it here: "
                 f"load it with saobp.load(path, {cls.__name__})",
@@ -106,18 +106,18 @@ def patch_from_pretrained() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
 
 
-def asks_for_refinement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def loads_refined(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a checkpoint was saved refined, and the caller asks for no other attention implementation."""
     config = kwargs.get("config")
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if kwargs.get("attn_implementation") not in (None, IMPLEMENTATION):
         return False
     if isinstance(config, PreTrainedConfig):
-        return config._attn_implementation in (None, IMPLEMENTATION) and hasattr(config, ATTACHED)
+        return config._attn_implementation in (None, IMPLEMENTATION) and hasattr(config, CONFIG_FIELD)
     if config is not None or path is None or "gguf_file" in kwargs:
         return False
     written, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
-    return ATTACHED in written
+    return CONFIG_FIELD in written
 
 
 def attach_saved(model: PreTrainedModel) -> None:
@@ -136,12 +136,12 @@ def _load_refined(original: Any, cls: type[PreTrainedModel], args: tuple[Any, ..
     attaches_itself = getattr(cls, "saobp_attaches_itself", False)  # comes with a portable folder
     refined = cls if attaches_itself else _attaching(cls)
     model, info = original(refined, *args, output_loading_info=True, **kwargs)
-    lost = [key for key in info["missing_keys"] if f".{ATTACHED}." in key]
+    lost = [key for key in info["missing_keys"] if f".{SUBMODULE}." in key]
     if lost:
         raise ValueError(f"this checkpoint lacks its learned strengths ({lost[0]}, ...)")
     model.__class__ = cls
-    for _, own in attached(model):
-        own.reset_fixed()
+    for _, layer_refinement in named_refinements(model):
+        layer_refinement.reset_fixed()
     return (model, info) if wants_info else model
 
 
@@ -166,7 +166,7 @@ def _attaching(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _saved_refinement(config: Any) -> Refinement:
-    written = getattr(config, ATTACHED, None)
+    written = getattr(config, CONFIG_FIELD, None)
     if written is None:
         raise ValueError(
             "this checkpoint has no config.saobp, so it was not saved with refined attention: load it with "

@@ -31,16 +31,16 @@ def clear_load_errors(folder: str, what: str = "a model") -> Iterator[None]:
 def _cause(folder: Path, problem: Exception) -> str:
     for file in sorted(folder.glob("*.json")):
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return f"{file.name} is not JSON"
-        if file.name in OBJECTS and not isinstance(found, dict):
-            return f"{file.name} holds no JSON object but {json.dumps(found)[:40]}"
+        if file.name in OBJECTS and not isinstance(content, dict):
+            return f"{file.name} holds no JSON object but {json.dumps(content)[:40]}"
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "pt")
-        except (SafetensorError, OSError) as own:
-            return f"{file.name} is damaged ({first_line(own)}): restore it, or train the model again"
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is damaged ({first_line(error)}): restore it, or train the model again"
     if isinstance(problem, UnpicklingError):
         names = ", ".join(file.name for file in sorted(folder.glob("*.bin")))
         return f"{names} holds more than weights, which could run code: save the model as safetensors"

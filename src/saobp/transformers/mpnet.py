@@ -87,10 +87,10 @@ def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if torch.compiler.is_compiling() or bias.is_inference() or mask.is_inference():
         return _added(mask, bias)
     state = mask, mask._version, bias._version, torch.is_grad_enabled()
-    known = _biased_masks.get(bias)
-    if known is None or known[0][0] is not mask or known[0][1:] != state[1:]:
-        known = _biased_masks[bias] = (state, _added(mask, bias))
-    biased: Tensor = known[1]
+    cached = _biased_masks.get(bias)
+    if cached is None or cached[0][0] is not mask or cached[0][1:] != state[1:]:
+        cached = _biased_masks[bias] = (state, _added(mask, bias))
+    biased: Tensor = cached[1]
     return biased
 
 

@@ -22,8 +22,8 @@ INTERLEAVED = ("query_key_value",)
 def projection_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of queries, keys and values, each ``[outputs, width]``, of projections without biases."""
     names = [(query, key, _VALUES[query]) for query, key in SEPARATE] + [(name,) for name in FUSED]
-    found: list[list[Any]] = [[getattr(module, name, None) for name in one] for one in names]
-    layers = [together for together in found if all(map(is_linear, together))]
+    candidates: list[list[Any]] = [[getattr(module, name, None) for name in group] for group in names]
+    layers = [together for together in candidates if all(map(is_linear, together))]
     if not layers or any(layer.bias is not None for layer in layers[0]):
         raise ValueError(
             f"{type(module).__name__} has no query, key and value weights without biases, whose scale could "
@@ -39,14 +39,14 @@ def projection_weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 def query_key_weights(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Weights of queries and of keys, both ``[heads, head dim, width]``; shared key heads are repeated."""
-    found = split_by_head(module, lambda layer: [weight_rows(layer)], is_linear)
-    if found is None:
+    parts = split_by_head(module, lambda layer: [weight_rows(layer)], is_linear)
+    if parts is None:
         known = [f"{query} and {key}" for query, key in SEPARATE] + [*FUSED, *INTERLEAVED]
         raise ValueError(
             f"{type(module).__name__} has no query and key weights under a name that saobp knows "
             f"({', '.join(known)})"
         )
-    (query,), (key,) = found
+    (query,), (key,) = parts
     return query, key.repeat_interleave(len(query) // len(key), dim=0)
 
 
@@ -117,13 +117,13 @@ class HeadParts:
                 f"{type(module).__name__} adds a bias of positions to its logits, which does not follow from "
                 "its query and key weights, so they cannot be clipped there"
             )
-        found = split_by_head(module, _detached_rows, _is_plain)
-        if found is None:
+        parts = split_by_head(module, _detached_rows, _is_plain)
+        if parts is None:
             raise ValueError(
                 f"{type(module).__name__} has no query and key weights of plain linear layers under a name "
                 "that saobp knows, so they cannot be scaled"
             )
-        self.query, self.key = found
+        self.query, self.key = parts
         self.heads, self.key_heads = len(self.query[0]), len(self.key[0])
 
     def scale(self, query: Tensor, key: Tensor) -> None:

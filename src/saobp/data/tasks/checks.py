@@ -69,9 +69,9 @@ def _identities(table: pa.Table, spec: TaskSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _check_text(table: pa.Table, name: str, where: str) -> None:
-    kind = table.schema.field(name).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise WrongRowsError(f"column {name!r} of {where} holds {kind}, not text")
+    column_type = table.schema.field(name).type
+    if not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
+        raise WrongRowsError(f"column {name!r} of {where} holds {column_type}, not text")
     _no_nulls(table, name, where)
 
 
@@ -98,7 +98,7 @@ def _check_options(table: pa.Table, spec: TaskSpec, where: str) -> None:
 def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
     values = table[spec.label].to_pylist()
     letters = {name: index for index, name in enumerate(spec.labels)}
-    found = np.empty(len(values), dtype=np.int64)
+    labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
         index = letters.get(value, -1) if isinstance(value, str) else value
         if not isinstance(index, int) or not 0 <= index < len(spec.labels):
@@ -106,24 +106,24 @@ def _classes(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
             raise WrongRowsError(
                 f"{_where(where, row, spec.label)} is {_short(value)}, but a label is {allowed}"
             )
-        found[row] = index
-    if len(values) > 100 and len(np.unique(found)) == 1:
+        labels[row] = index
+    if len(values) > 100 and len(np.unique(labels)) == 1:
         raise WrongRowsError(
             f"every row of {where} has {values[0]!r} in column {spec.label!r}: the labels are missing"
         )
-    return found
+    return labels
 
 
 def _scores(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:
-    kind = table.schema.field(spec.label).type
-    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise WrongRowsError(f"column {spec.label!r} of {where} holds {kind}, not numbers")
-    found = table[spec.label].to_numpy().astype(np.float64)
-    wrong = np.flatnonzero(~((found >= 0) & (found <= 5)))
+    column_type = table.schema.field(spec.label).type
+    if not (pa.types.is_floating(column_type) or pa.types.is_integer(column_type)):
+        raise WrongRowsError(f"column {spec.label!r} of {where} holds {column_type}, not numbers")
+    scores = table[spec.label].to_numpy().astype(np.float64)
+    wrong = np.flatnonzero(~((scores >= 0) & (scores <= 5)))
     if len(wrong):
         cell = _where(where, int(wrong[0]), spec.label)
-        raise WrongRowsError(f"{cell} is {found[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
-    return found
+        raise WrongRowsError(f"{cell} is {scores[wrong[0]]:g}, but a score of {spec.name} is 0 to 5")
+    return scores
 
 
 def _answers(table: pa.Table, spec: TaskSpec, where: str) -> np.ndarray:

@@ -126,9 +126,9 @@ def find_file(spec: TaskSpec, split: str, data_dir: Path) -> Path:
         raise FileNotFoundError(f"there is no data folder {str(data_dir)!r}")
     folder = data_dir / spec.folder
     for name in spec.files(split):
-        found = sorted(folder.glob(f"{name}.parquet"))
-        if found:
-            return found[0]
+        matches = sorted(folder.glob(f"{name}.parquet"))
+        if matches:
+            return matches[0]
     names = " or ".join(f"{name}.parquet" for name in spec.files(split))
     raise FileNotFoundError(f"{spec.name} needs {names} in {str(folder)!r}, and there is none")
 

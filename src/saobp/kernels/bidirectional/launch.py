@@ -88,7 +88,7 @@ def saved_buffer(spec: CallSpec) -> Saved:
 
 
 Fetch = Callable[[str, int], dict[str, TileDescriptor]]
-"""Maps names of states and rows per tile to TMA descriptors; empty where the copy engine is not used."""
+"""Maps names of states and rows per tile to TMA descriptors; empty where TMA is not used."""
 Step = Callable[[LaunchSequence, CallSpec, dict[str, Any], Fetch], None]
 
 
@@ -103,7 +103,7 @@ def plan_forward(
     numbers = _numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
 
     def fetch(names: str, rows: int) -> dict[str, TileDescriptor]:
-        fetched = {name: states[name] for name in names if choice.copy_engine}
+        fetched = {name: states[name] for name in names if choice.tma}
         tile = (1, 1, rows, spec.dim)
         return {name: TileDescriptor(tuple(one.shape), one.stride(), tile) for name, one in fetched.items()}
 
@@ -116,7 +116,7 @@ def plan_forward(
         if add_step is _add_sums and choice.joint_sums:
             add_joint_sums_launch(launches, spec, query, key)
             continue
-        add_step(launches, spec, numbers | {"MAPPED": choice.copy_engine}, fetch)
+        add_step(launches, spec, numbers | {"MAPPED": choice.tma}, fetch)
     dtypes = {"out": query.dtype}
     # A persistent kernel's grid is not one program per head, so it cannot be split over two streams.
     axis = None if choice.joint_sums else choice.split_axis

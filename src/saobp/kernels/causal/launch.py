@@ -73,7 +73,7 @@ FETCHED = {
     "weak_query_gradient": Block(64, 64, 4, 3),
     "weak_prior_gradient": Block(64, 64, 4, 3, 128),
 }
-"""Sweeps of weak strengths that fetch tiles by the copy engine (TMA) where possible, and their tile sizes then.
+"""Sweeps of weak strengths that fetch tiles by TMA where possible, and their tile sizes then.
 
 That saves the registers of addresses: more programs per multiprocessor, or less spilling. Found on an H200; the sweep
 of the output is faster without.
@@ -144,7 +144,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
         return _plan_hopper(spec, query, key, value, choice)
     scratch, scratch_size = lay_out_buffer("scratch", {"past": (sums_shape(spec), torch.float32)})
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved", "scratch"), saved | scratch)
-    sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.copy_engine else {})
+    sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.tma else {})
     numbers = _numbers(spec, query, key, value)
     sweeps.over_rows(forward.causal_row_sums, "row_sums", spec.longest, numbers)
     for start, stop in spans(spec):
@@ -184,7 +184,7 @@ def _layouts(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> Layou
 class Sweeps(NamedTuple):
     """Adds sweeps over ``tokens`` tokens to a launch sequence: one program per block of rows, or of keys, of every head.
 
-    ``layouts`` describes the states that the copy engine may fetch tiles of.
+    ``layouts`` describes the states that TMA may fetch tiles of.
     """
 
     spec: CallSpec
@@ -251,7 +251,7 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     # Weak kernels store the sums interleaved, careful ones separately; one set finishes before the other starts.
     slices = saved_slices(spec)[0] | scratch | {"sums": scratch["past"]}
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
-    sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.copy_engine else {})
+    sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.tma else {})
     _add_preparations(launches, spec, grad, out)
     numbers = _numbers(spec, query, key, value)
     weak_numbers = numbers | named_strides("g", spec.states_strides)

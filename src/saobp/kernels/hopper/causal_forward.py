@@ -5,7 +5,7 @@ The three sweeps of ``causal/forward.py`` in one. Of each block of rows, first t
 stay in registers, and a warp has all rows of its keys, so it carries their log-message sums to the next block by itself.
 Refined weights go through shared memory, to be the first operand of the product with values.
 
-The copy engine (TMA) brings keys and values through a ring of tiles, in the order in which they are used: all keys of a
+TMA brings keys and values through a ring of tiles, in the order in which they are used: all keys of a
 block, then keys and values by turns, then the next block's, or the next head's. Refined weights are relative to the
 row's log-sum-exp; if CAREFUL, to the largest so far, for heads with rows that would underflow, or messages that
 raise beliefs.

@@ -1,4 +1,4 @@
-"""What kernels for Hopper share: layouts of a head's tiles, sums of their rows, and fetches by the copy engine (TMA)."""
+"""What kernels for Hopper share: layouts of a head's tiles, sums of their rows, and fetches by TMA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = tl.constexpr(8)
 
 @gluon.constexpr_function
 def tile_layout(columns=64):
-    """Shared-memory layout of half-type tiles, as the copy engine writes and the tensor cores read them."""
+    """Shared-memory layout of half-type tiles, as TMA writes and the tensor cores read them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 
@@ -63,7 +63,7 @@ def next_place(batch, head, batch_step, head_step, heads):
 
 @gluon.jit
 def fetch(tensor_map, batch, head, into, ready):
-    """Starts the copy engine's fetch of a head's rows."""
+    """Starts the TMA fetch of a head's rows."""
     tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
 
 

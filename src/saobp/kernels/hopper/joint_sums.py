@@ -9,7 +9,7 @@ added: a thread has sixteen rows of a key in all, so it takes the logarithm of i
 
 The groups exchange each row's largest score and sum of exponentials through shared memory. Largest scores are rounded to
 integers, so the factors between them are exact powers of two, made by integer arithmetic.
-The copy engine (TMA) fetches queries two blocks ahead, and the keys of the next head.
+TMA fetches queries two blocks ahead, and the keys of the next head.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def row_totals(exchanged):
 
 @gluon.jit
 def fetch_keys(k_map, batch, key_head, memory, ready, buffer):
-    """Starts the copy engine's fetch of a head's keys."""
+    """Starts the TMA fetch of a head's keys."""
     for half in gl.static_range(2):
         into = memory.index(2 * buffer + half)
         tma.async_copy_global_to_shared(k_map, [batch, key_head, half * HALF, 0], ready.index(buffer), into)
@@ -196,7 +196,7 @@ def add_block(
 ):  # fmt: skip
     """Products of messages, times those of a block of rows; largest scores and sums of these go to ``rows_memory``.
 
-    Then the copy engine fetches the rows that come two blocks later, or in the next head.
+    Then TMA fetches the rows that come two blocks later, or in the next head.
     """
     by_row: tl.constexpr = gl.SliceLayout(1, scores_layout())
     batch, head, next_batch, next_head, more = places

@@ -1,8 +1,8 @@
-"""The backward pass of short maps for Hopper: a program processes several heads, and the copy engine (TMA) prefetches the next.
+"""The backward pass of short maps for Hopper: a program processes several heads, and TMA prefetches the next.
 
 The arithmetic is that of ``bidirectional/short.py``, except that factors of a row are applied to sums of the row: with
 e = a sum(e) and x = e / (1 - gamma a), u is x / sum(e). States are double-buffered in shared memory, gradients are written
-by the copy engine while the next head is computed. A program of eight warps fills a multiprocessor's registers, so nothing
+by TMA while the next head is computed. A program of eight warps fills a multiprocessor's registers, so nothing
 else would run while it waits for memory.
 
 CAREFUL: the rows' normalisers are stored. If one is too small for products of weights, ``short_careful_backward`` computes that

@@ -1,4 +1,4 @@
-"""``short_weak_forward`` for Hopper: a program processes several heads, and the copy engine (TMA) prefetches the next one.
+"""``short_weak_forward`` for Hopper: a program processes several heads, and TMA prefetches the next one.
 
 The arithmetic is that of ``short_weak``. Queries and keys are single-buffered in shared memory: once the scores of a head are
 computed, the next head's are fetched into the same buffers. Its values are fetched with them, into the other of two buffers.
@@ -50,7 +50,7 @@ POLYNOMIAL = tl.constexpr(
     " fma.rn.f16x2 t, $1, $3, $2; fma.rn.f16x2 t, $1, t, z; fma.rn.f16x2 $0, $1, t, $1; }"
 )
 WRITTEN = tl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-"""Assembly that waits until the copy engine's stores have reached memory."""
+"""Assembly that waits until TMA's stores have reached memory."""
 COARSE_POLYNOMIAL = tl.constexpr(POLYNOMIAL.value.replace("f16x2", "bf16x2"))
 
 

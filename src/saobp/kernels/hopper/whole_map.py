@@ -5,7 +5,7 @@ the exponential and kept. A thread has two rows of 64 keys, so rows need no othe
 go to shared memory, and the tensor cores sum them over all rows. For any strength: see ``messages_and_weights``.
 
 Exponentials of the first half are relative to its own largest score; ``shrink`` makes them relative to the row's.
-The copy engine (TMA) fetches the next head's queries and keys as soon as all scores are computed, and its values
+TMA fetches the next head's queries and keys as soon as all scores are computed, and its values
 after the output.
 """
 

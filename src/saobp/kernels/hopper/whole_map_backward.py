@@ -10,7 +10,7 @@ Notation of ``bidirectional/backward.py``; n is one over a row's normaliser. dO 
 So there are six products of the map's size and two exponentials an entry, where the three sweeps of ``bidirectional/`` have eight
 and three. Messages are exact: the kernel is for any strength, and the one for weak ones would not be shorter.
 
-Heads are dealt out to one program per multiprocessor. The copy engine (TMA) fetches the next head's states where shared memory
+Heads are dealt out to one program per multiprocessor. TMA fetches the next head's states where shared memory
 becomes free: keys have two buffers, O comes before the values into theirs, queries and dO follow block by block.
 """
 

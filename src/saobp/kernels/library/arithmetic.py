@@ -175,7 +175,7 @@ def fetch_tile(
     states, start, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As ``load_rows``, from ``states_of``. MAPPED: the GPU's copy engine fetches the tile, which saves registers, and
+    """As ``load_rows``, from ``states_of``. MAPPED: TMA fetches the tile, which saves registers, and
     pads with zeros.
     """
     tensor_map, base, batch, head, stride = states

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
 from saobp.kernels.calls import Family
-from saobp.kernels.dispatch import is_replayed
+from saobp.kernels.dispatch import is_for_cuda_graph
 from saobp.kernels.library.strength_gradient import strength_gradient
 from saobp.kernels.runtime.custom_op import operator, register_autograd, requires_grad
 from saobp.kernels.runtime.launcher import KernelLaunch, LaunchSequence, cached
@@ -108,7 +108,7 @@ class KernelFamily:
 
     def _run_forward(self, saves: bool, flat: tuple[Any, ...]) -> tuple[Tensor, ...]:
         tensors, numbers, query = flat[:TENSORS], flat[TENSORS:], flat[0]
-        key = (saves, layout(tensors), numbers, is_replayed())
+        key = (saves, layout(tensors), numbers, is_for_cuda_graph())
         entry = self.plans.get(key) or cached(self.plans, key, self._forward_entry, saves, tensors, numbers)
         plan, shape, strides, specs, scratch = entry
         out = query.new_empty_strided(shape, strides)
@@ -129,7 +129,7 @@ class KernelFamily:
         query, out = flat[0], saved[0]
         key = (
             grad.stride(), grad.dtype, grad.data_ptr() & 15, out.stride(), out.data_ptr() & 15, layout(tensors), numbers,
-            is_replayed(),
+            is_for_cuda_graph(),
         )  # fmt: skip
         entry = self.plans.get(key) or cached(
             self.plans, key, self._backward_entry, tensors, numbers, grad, out

@@ -194,7 +194,7 @@ def kernels_for(family: Family, spec: CallSpec, *states: Tensor) -> KernelChoice
 
 
 def is_aligned(states: Tensor) -> bool:
-    """Whether the copy engine can fetch half types: address and strides are multiples of 16 bytes."""
+    """Whether TMA can fetch half types: address and strides are multiples of 16 bytes."""
     *others, last = states.stride()
     return last == 1 and states.data_ptr() % 16 == 0 and all(one > 0 and one % 8 == 0 for one in others)
 

@@ -123,15 +123,15 @@ def _gtd(health: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def correlation_in_words(points: Sequence[Mapping[str, float]], statistic: str) -> str:
+def format_correlation(points: Sequence[Mapping[str, float]], statistic: str) -> str:
     """``-0.91 (p = 0.012, 16 points)``, or the reason for none."""
     pairs = [(point[statistic], point["score"]) for point in points if statistic in point]
     try:
-        found = pearson([x for x, _ in pairs], [y for _, y in pairs])
+        correlation = pearson([x for x, _ in pairs], [y for _, y in pairs])
     except ValueError:
         return f"none ({len(pairs)} points)"
-    chance = "p < 0.001" if found.p < 0.001 else f"p = {found.p:.2g}"
-    return f"{found.r:+.2f} ({chance}, {found.checkpoints:,} points)"
+    chance = "p < 0.001" if correlation.p < 0.001 else f"p = {correlation.p:.2g}"
+    return f"{correlation.r:+.2f} ({chance}, {correlation.checkpoints:,} points)"
 
 
 def correlation_of(points: Sequence[Mapping[str, float]], statistic: str) -> float | None:
@@ -143,21 +143,21 @@ def correlation_of(points: Sequence[Mapping[str, float]], statistic: str) -> flo
         return None
 
 
-def by_seed(found: Mapping[PretrainRun, float | None]) -> dict[int, float]:
+def by_seed(by_method: Mapping[PretrainRun, float | None]) -> dict[int, float]:
     """Mean over the methods of each seed, whose runs share texts and initial weights."""
     seeds: dict[int, list[float]] = {}
-    for model, value in found.items():
+    for model, value in by_method.items():
         if value is not None:
             seeds.setdefault(model.seed, []).append(value)
     return {seed: float(np.mean(values)) for seed, values in seeds.items()}
 
 
 def claim_correlation(
-    page: Page, words: str, paper: float, found: Mapping[PretrainRun, float | None]
+    page: Page, words: str, paper: float, by_method: Mapping[PretrainRun, float | None]
 ) -> None:
     """A claim about the sign of a correlation within runs, decided over seeds."""
-    known = by_seed(found)
-    gain = paired_gain(known, dict.fromkeys(known, 0.0))
+    values = by_seed(by_method)
+    gain = paired_gain(values, dict.fromkeys(values, 0.0))
     if gain is not None and gain.low is not None and gain.high is not None:
         gain = replace(gain, low=max(gain.low, -1.0), high=min(gain.high, 1.0))
     status = claim_status(paper, gain, same_size=False)
@@ -172,13 +172,13 @@ def plateau_correlation(waiting: Values, ends: Values) -> str:
     """Rank correlation of plateau length and final value, over all runs that have both."""
     pairs = [
         (wait, ends[key][seed])
-        for key, own in waiting.items()
-        for seed, wait in own.items()
+        for key, lengths in waiting.items()
+        for seed, wait in lengths.items()
         if seed in ends.get(key, {})
     ]
     if len(pairs) < 3:
         return f"{len(pairs)} runs are too few to say"
     if any(len(set(column)) == 1 for column in zip(*pairs, strict=True)):
         return f"{len(pairs)} runs that do not differ in both say nothing"
-    found = stats.spearmanr(*zip(*pairs, strict=True))
-    return f"Spearman's rank correlation is {found.statistic:+.2f} over {len(pairs)} runs"
+    correlation = stats.spearmanr(*zip(*pairs, strict=True))
+    return f"Spearman's rank correlation is {correlation.statistic:+.2f} over {len(pairs)} runs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from saobp.lab.figures import Gap, gaps_beside_chance
 from saobp.lab.methods import METHODS
 from saobp.lab.paper import paper_table, paper_values
-from saobp.lab.result_page import PARTIAL, Page, gain_in_words, in_words
+from saobp.lab.result_page import PARTIAL, Page, format_gain, format_spread
 from saobp.lab.results import EPOCH, Results, Values
 from saobp.lab.statistics import Chance, Gain, chance, paired_gain, spread
 
@@ -24,12 +24,12 @@ def many_seeds(results: Results, page: Page) -> None:
         "on the new head, the order of rows and dropout. Scores are of the last epoch, in percent."
     )
     names = {task: f"{task}{' *' if results.is_partial(task) else ''}" for task in tasks}
-    found = {names[task]: _gap(values, task, results.plan.scale.size) for task, values in tasks.items()}
-    known = {name: gap for name, gap in found.items() if gap is not None}
-    if known:
+    gaps = {names[task]: _gap(values, task, results.plan.scale.size) for task, values in tasks.items()}
+    known_gaps = {name: gap for name, gap in gaps.items() if gap is not None}
+    if known_gaps:
         page.figure(
             "gaps",
-            gaps_beside_chance(known),
+            gaps_beside_chance(known_gaps),
             "High less Original after fine-tuning, in points. Grey: where the difference of two runs of one "
             "and the same model lies in 95 % of cases, by the seed of fine-tuning alone. Dots: our pairs of "
             "one seed; bar: their mean with its 95 % interval. Cross: the difference that the paper reports, "
@@ -44,7 +44,7 @@ def many_seeds(results: Results, page: Page) -> None:
                 "beside the noise of fine-tuning",
                 "ours, High - Original [95 %]",
             ),
-            [_row(name, gap) for name, gap in known.items()],
+            [_row(name, gap) for name, gap in known_gaps.items()],
         )
         page.text(
             "The deviation is pooled over both models, each about its own mean. A gap of the paper is larger "
@@ -59,18 +59,18 @@ def _scores(results: Results, page: Page, tasks: dict[str, Values]) -> None:
     """Scores of every seed and their range."""
     rows = []
     for task, values in tasks.items():
-        for method, own in values.items():
-            found = list(own.values())
+        for method, by_seed in values.items():
+            numbers = list(by_seed.values())
             rows.append(
                 [
                     f"{task}{' *' if results.is_partial(task) else ''}",
                     METHODS[method].title,
-                    in_words(spread(found), 2),
-                    ", ".join(f"{score:.2f}" for score in own.values()),
-                    f"{max(found) - min(found):.2f}",
+                    format_spread(spread(numbers), 2),
+                    ", ".join(f"{score:.2f}" for score in by_seed.values()),
+                    f"{max(numbers) - min(numbers):.2f}",
                 ]
             )
-    seeds = ", ".join(map(str, next(own for values in tasks.values() for own in values.values())))
+    seeds = ", ".join(map(str, next(by_seed for values in tasks.values() for by_seed in values.values())))
     page.table(("task", "model", "mean ± deviation (seeds)", f"scores of seeds {seeds}", "range"), rows)
     if any(results.is_partial(task) for task in tasks):
         page.text(PARTIAL)
@@ -85,24 +85,26 @@ def _scores(results: Results, page: Page, tasks: dict[str, Values]) -> None:
 
 def scores(results: Results, task: str) -> Values:
     """By method and seed of fine-tuning; of the first model of each method."""
-    found: Values = {}
+    by_method: Values = {}
     for model in results.models():
         tuned = results.tuned(model, task)
-        if tuned is not None and model.method.key not in found:
+        if tuned is not None and model.method.key not in by_method:
             with results.reading(model):
-                by_seed = {int(seed): float(own[EPOCH]) for seed, own in tuned["seeds"].items()}
-            found[model.method.key] = by_seed
-    return found
+                by_seed = {
+                    int(seed): float(seed_result[EPOCH]) for seed, seed_result in tuned["seeds"].items()
+                }
+            by_method[model.method.key] = by_seed
+    return by_method
 
 
 def _gap(values: Values, task: str, size: str) -> Gap | None:
     """High less Original by seed, its mean, the paper's difference and chance; None without pairs."""
-    own, other, printed = values.get(METHOD, {}), values.get(BASE, {}), _paper(task, size)
-    apart: Chance | None = chance(one.values() for one in values.values())
-    gain: Gain | None = paired_gain(own, other)
+    method_scores, base_scores, printed = values.get(METHOD, {}), values.get(BASE, {}), _paper(task, size)
+    apart: Chance | None = chance(method_values.values() for method_values in values.values())
+    gain: Gain | None = paired_gain(method_scores, base_scores)
     if apart is None or gain is None:
         return None
-    pairs = [own[seed] - other[seed] for seed in own if seed in other]
+    pairs = [method_scores[seed] - base_scores[seed] for seed in method_scores if seed in base_scores]
     paper = printed[METHOD] - printed[BASE] if {METHOD, BASE} <= printed.keys() else None
     return Gap(apart, pairs, gain, paper)
 
@@ -115,7 +117,7 @@ def _row(name: str, gap: Gap) -> list[str]:
         f"{chance.apart:.1f}",
         "" if paper is None else f"{paper:+.2f}",
         "" if paper is None else "within" if abs(paper) <= chance.apart else "larger",
-        gain_in_words(gap.gain, 2),
+        format_gain(gap.gain, 2),
     ]
 
 

@@ -15,7 +15,7 @@ from saobp.lab.forest import forest
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score
 from saobp.lab.paper import paper_values
-from saobp.lab.result_page import Page, means_in_words
+from saobp.lab.result_page import Page, format_means
 from saobp.lab.results import Results
 from saobp.lab.statistics import UNDECIDED, Status
 
@@ -27,7 +27,7 @@ def decoder_leak(results: Results, page: Page) -> None:
     moved = results.measured_values("leak", lambda taken: taken["moved"], "gpt2")
     text = results.measured_values("zero-shot", lambda taken: taken["wikitext"]["perplexity"], "gpt2")
     drawn = {"WikiText-2 perplexity": text, "held-out perplexity": held_out, MOVED: moved}
-    page.text(f"In short, means over seeds. {means_in_words(drawn)}.")
+    page.text(f"In short, means over seeds. {format_means(drawn)}.")
     page.text(
         f"'{MOVED}' is how far the states of the first half of a text move, relative to their size, "
         "when its second half is replaced: 0 for a causal model. A model whose states move has seen what it "
@@ -161,8 +161,8 @@ def _tally(page: Page, methods: Sequence[str]) -> None:
     }
     rows = []
     for title in (METHODS[key].title for key in methods):
-        found = Counter(one.status for one in page.claims if one.words.startswith(f"{title} against "))
-        rows.append([title, *(str(found[status]) for status in columns)])
+        counts = Counter(claim.status for claim in page.claims if claim.words.startswith(f"{title} against "))
+        rows.append([title, *(str(counts[status]) for status in columns)])
     page.table(("form", *columns.values()), rows)
 
 

@@ -10,9 +10,9 @@ from saobp.lab.pages.common import (
     SPREAD,
     by_layer,
     claim_correlation,
-    correlation_in_words,
     correlation_of,
     deepest_mean_of,
+    format_correlation,
     last_layer_by_head,
     score_points,
 )
@@ -29,15 +29,15 @@ NOTHING = "Not run: no model of this experiment has been measured yet."
 def attention_maps(results: Results, page: Page) -> None:
     rows = {}
     for model in _shown(results):
-        taken = results.measured(model, "maps")
-        if taken is None:
+        measured = results.measured(model, "maps")
+        if measured is None:
             continue
         with results.reading(model):
             if model.recipe.refinement is None:
-                rows[model.method.title] = unpacked(taken["after"])
+                rows[model.method.title] = unpacked(measured["after"])
             else:
-                rows[f"{model.method.title}\nbefore"] = unpacked(taken["before"])
-                rows[f"{model.method.title}\nafter"] = unpacked(taken["after"])
+                rows[f"{model.method.title}\nbefore"] = unpacked(measured["before"])
+                rows[f"{model.method.title}\nafter"] = unpacked(measured["after"])
     if not rows:
         page.text(NOTHING)
         return
@@ -60,10 +60,10 @@ def _shown(results: Results) -> list[PretrainRun]:
 def sparsity_maps(results: Results, page: Page) -> None:
     rows, shares = {}, []
     for model in _shown(results):
-        taken = results.measured(model, "maps")
-        if taken is not None:
+        measured = results.measured(model, "maps")
+        if measured is not None:
             with results.reading(model):
-                maps = unpacked(taken["after"])
+                maps = unpacked(measured["after"])
             sparse = maps < 1 / maps.shape[-1]
             rows[model.method.title] = 1.0 - sparse
             shares.append([model.name, f"{sparse.mean():.3f}", *(f"{head.mean():.3f}" for head in sparse)])
@@ -90,21 +90,22 @@ def gtd_graph(results: Results, page: Page) -> None:
         everything: list[dict[str, float]] = []
         by_run: dict[PretrainRun, float | None] = {}
         for model in results.models():
-            taken = results.measured(model, "race-middle")
-            if taken is None:
+            measured = results.measured(model, "race-middle")
+            if measured is None:
                 continue
             with results.reading(model):
                 points = [
-                    {"gtd": float(point["gtd"]), "score": float(point[measure])} for point in taken["points"]
+                    {"gtd": float(point["gtd"]), "score": float(point[measure])}
+                    for point in measured["points"]
                 ]
             pairs = [(point["gtd"], point["score"]) for point in points]
             series[measure].setdefault(model.method.key, []).extend(pairs)
             everything += points
-            rows.append([measure, model.name, theirs, correlation_in_words(points, "gtd")])
+            rows.append([measure, model.name, theirs, format_correlation(points, "gtd")])
             by_run[model] = correlation_of(points, "gtd")
         if by_run:
             claim_correlation(page, f"GTD against {measure}", float(theirs), by_run)
-        notes[measure] = f"r = {correlation_in_words(everything, 'gtd')}; the paper: {theirs}"
+        notes[measure] = f"r = {format_correlation(everything, 'gtd')}; the paper: {theirs}"
     if not rows:
         page.text(NOTHING)
         return
@@ -133,8 +134,8 @@ def gtd_performance(results: Results, page: Page) -> None:
             series.setdefault(score, {}).setdefault(model.method.key, []).extend(pairs)
             everything += points
             if points:
-                rows.append([score, model.name, correlation_in_words(points, "gtd")])
-        notes[score] = f"r = {correlation_in_words(everything, 'gtd')}" if everything else "not run"
+                rows.append([score, model.name, format_correlation(points, "gtd")])
+        notes[score] = f"r = {format_correlation(everything, 'gtd')}" if everything else "not run"
     series = {score: methods for score, methods in series.items() if any(methods.values())}
     if not series:
         page.text(NOTHING)

@@ -12,9 +12,9 @@ from saobp.lab.pages.common import (
     BUDGET,
     by_seed,
     claim_correlation,
-    correlation_in_words,
     correlation_of,
     deepest_mean_of,
+    format_correlation,
     has_any,
     held_out_curves,
     mean_of,
@@ -51,8 +51,8 @@ def pretraining(results: Results, page: Page) -> None:
         )
         never = [
             f"{METHODS[key].title}, seed {seed}"
-            for key, own in values.items()
-            for seed in own
+            for key, by_seed in values.items()
+            for seed in by_seed
             if seed not in waiting.get(key, {})
         ]
         if never:
@@ -239,22 +239,27 @@ def gtd_correlation(results: Results, page: Page) -> None:
     for score, column in columns.items():
         by_run = {model: score_points(results, model, score) for model in results.models()}
         for key in results.experiment.bert:
-            points = [point for model, own in by_run.items() if model.method.key == key for point in own]
+            points = [
+                point
+                for model, run_points in by_run.items()
+                if model.method.key == key
+                for point in run_points
+            ]
             page.is_filled = page.is_filled or bool(points)
             rows.append(
                 [
                     score,
                     METHODS[key].title,
                     paper["single"][column] if mini else "",
-                    correlation_in_words(points, "gtd") if points else "not run",
+                    format_correlation(points, "gtd") if points else "not run",
                     paper["cross"][column] if mini else "",
-                    correlation_in_words(points, CROSS_LAYER) if points else "not run",
+                    format_correlation(points, CROSS_LAYER) if points else "not run",
                 ]
             )
         if mini:
             theirs = {kind: float(paper[kind][column]) for kind in ("single", "cross")}
             within, across = (
-                {model: correlation_of(own, statistic) for model, own in by_run.items()}
+                {model: correlation_of(run_points, statistic) for model, run_points in by_run.items()}
                 for statistic in ("gtd", CROSS_LAYER)
             )
             claim_correlation(page, f"GTD follows {score}", theirs["single"], within)
@@ -271,8 +276,8 @@ def _claim_single_layer_closer(
 ) -> None:
     """Whether |r| within layers is above |r| across layers, paired by seed."""
     sizes = [
-        by_seed({model: None if r is None else abs(r) for model, r in found.items()})
-        for found in (within, across)
+        by_seed({model: None if r is None else abs(r) for model, r in family.items()})
+        for family in (within, across)
     ]
     gain, theirs = paired_gain(*sizes), abs(paper["single"]) - abs(paper["cross"])
     words = f"GTD within layers against GTD across layers, |r| with {score}: the paper has {theirs:+.2f}"
@@ -338,14 +343,14 @@ def cost(results: Results, page: Page) -> None:
         )
     headers = ("method", "training, M tokens/s", "time / Original", "paper's, training", "forward, ms")
     page.table((*headers, "graph, ms", "forward / Original", "graph / Original", "paper's, inference"), rows)
-    millions = {key: {seed: rate / 1e6 for seed, rate in own.items()} for key, own in rates.items()}
+    millions = {key: {seed: rate / 1e6 for seed, rate in by_seed.items()} for key, by_seed in rates.items()}
     drawn = {"training, M tokens/s": millions, "forward, ms": forward}
     page.dots("cost", drawn, "Speed on the machine of the runs.")
 
 
 def _mean(values: Values, key: str) -> float | None:
-    found: Spread | None = spread(values.get(key, {}).values())
-    return None if found is None else found.mean
+    mean: Spread | None = spread(values.get(key, {}).values())
+    return None if mean is None else mean.mean
 
 
 def _ratio(part: float | None, whole: float | None) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import held_out
 from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
-from saobp.lab.result_page import Page, gain_in_words, per_cent
+from saobp.lab.result_page import Page, format_gain, format_percent
 from saobp.lab.results import Results
-from saobp.lab.statistics import Gain, in_per_cent, paired_gain
+from saobp.lab.statistics import Gain, as_percent, paired_gain
 
 PLATEAU_END = 5.5
 """Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
@@ -38,7 +38,10 @@ def plateau(results: Results, page: Page) -> None:
     page.figure(
         "plateau",
         perplexities(
-            {title: [run._replace(points=_drawn(run.points)) for run in own] for title, own in runs.items()},
+            {
+                title: [run._replace(points=_drawn(run.points)) for run in method_runs]
+                for title, method_runs in runs.items()
+            },
             level,
             COUNTED if results.plan.scale.recipe == "paper" else None,
         ),
@@ -55,10 +58,10 @@ def plateau(results: Results, page: Page) -> None:
         )
     page.table(
         ("batch", "run", "steps", "million tokens", "perplexity there", "left the plateau at"),
-        [row for title, own in runs.items() for row in _rows(title, own)],
+        [row for title, method_runs in runs.items() for row in _rows(title, method_runs)],
     )
-    for title, own in runs.items():
-        _compare(page, title, own)
+    for title, method_runs in runs.items():
+        _compare(page, title, method_runs)
     page.text(
         "Differences are between runs of the same seed and the same order of texts, with a 95 % t interval "
         "over pairs. Fewer than three pairs decide nothing. Steps until a run leaves are compared where both "
@@ -68,7 +71,7 @@ def plateau(results: Results, page: Page) -> None:
 
 def _caption(runs: Mapping[str, Sequence[LoggedRun]], level: float) -> str:
     """Of what the figure of perplexities shows, and of nothing else."""
-    stopped = any(not run.is_whole for own in runs.values() for run in own)
+    stopped = any(not run.is_whole for method_runs in runs.values() for run in method_runs)
     return (
         f"Held-out perplexity, a line per run{', a column per batch size' if len(runs) > 1 else ''}. Thin "
         f"lines: what counting gives, without any order of words. Dotted: perplexity {level:.0f}."
@@ -78,15 +81,15 @@ def _caption(runs: Mapping[str, Sequence[LoggedRun]], level: float) -> str:
 
 def logged_runs(results: Results) -> dict[str, list[LoggedRun]]:
     """Runs with held-out losses, by batch size in words."""
-    found: dict[str, list[LoggedRun]] = {}
+    by_title: dict[str, list[LoggedRun]] = {}
     for model in results.models():
         recipe = model.recipe
         points = held_out(results, model)
         if points:
             whole = points[-1][0] >= recipe.steps
-            own = LoggedRun(model.method.key, model.seed, recipe.tokens_per_step, points, whole)
-            found.setdefault(f"{recipe.batch_size} x {recipe.length} tokens", []).append(own)
-    return found
+            logged = LoggedRun(model.method.key, model.seed, recipe.tokens_per_step, points, whole)
+            by_title.setdefault(f"{recipe.batch_size} x {recipe.length} tokens", []).append(logged)
+    return by_title
 
 
 def left_at(run: LoggedRun) -> float | None:
@@ -119,32 +122,34 @@ def _compare(page: Page, title: str, runs: Sequence[LoggedRun]) -> None:
         if left is not None:
             waits[run.method][run.seed] = left
     for method in (method for method in waits if method != BASE):
-        name, other = METHODS[method].title, METHODS[BASE].title
+        name, base = METHODS[method].title, METHODS[BASE].title
         gain = paired_gain(waits[method], waits.get(BASE, {}), higher_is_better=False)
         if gain is not None:
-            page.answer(f"{title}: {name} leaves the plateau after fewer steps than {other}", gain, 0)
+            page.answer(f"{title}: {name} leaves the plateau after fewer steps than {base}", gain, 0)
         ends, ratios = _end_differences(runs, method)
         if ends is None or ratios is None:
             continue
-        in_words, pairs = per_cent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
+        ratio_text, pairs = format_percent(ratios), f"{ends.pairs} pair{'s' if ends.pairs > 1 else ''}"
         page.text(
-            f"{title}: {name}'s perplexity is {gain_in_words(ends, 1)} from {other}'s, {in_words} ({pairs})."
+            f"{title}: {name}'s perplexity is {format_gain(ends, 1)} from {base}'s, {ratio_text} ({pairs})."
         )
         _, whole = _end_differences([run for run in runs if run.is_whole], method)
         if whole is not None:
-            page.answer(f"{title}: {name} ends at a lower perplexity than {other}, per cent", whole, 1)
+            page.answer(f"{title}: {name} ends at a lower perplexity than {base}, per cent", whole, 1)
 
 
 def _end_differences(runs: Sequence[LoggedRun], method: str) -> tuple[Gain | None, Gain | None]:
     """Perplexity less Original's, also in per cent, at the last step that both runs of a seed have."""
-    own = {run.seed: dict(run.points) for run in runs if run.method == method}
-    other = {run.seed: dict(run.points) for run in runs if run.method == BASE}
+    method_points = {run.seed: dict(run.points) for run in runs if run.method == method}
+    base_points = {run.seed: dict(run.points) for run in runs if run.method == BASE}
     shared = {
         seed: max(steps)
-        for seed in own.keys() & other.keys()
-        if (steps := own[seed].keys() & other[seed].keys())
+        for seed in method_points.keys() & base_points.keys()
+        if (steps := method_points[seed].keys() & base_points[seed].keys())
     }
-    ends = [{seed: one[seed][step] for seed, step in shared.items()} for one in (own, other)]
-    losses = [{seed: math.log(value) for seed, value in one.items()} for one in ends]
+    ends = [
+        {seed: points[seed][step] for seed, step in shared.items()} for points in (method_points, base_points)
+    ]
+    losses = [{seed: math.log(value) for seed, value in points.items()} for points in ends]
     ratios = paired_gain(*losses, higher_is_better=False)
-    return paired_gain(*ends, higher_is_better=False), None if ratios is None else in_per_cent(ratios)
+    return paired_gain(*ends, higher_is_better=False), None if ratios is None else as_percent(ratios)

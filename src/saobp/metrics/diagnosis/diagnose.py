@@ -71,8 +71,8 @@ class Diagnosis:
 
     def of_kind(self, kind: Kind) -> list[HeadHealth]:
         """Heads of a kind, the clearest first."""
-        own = [head for head in self.heads if head.kind == kind]
-        return sorted(own, key=lambda head: -head.shares[kind])
+        heads = [head for head in self.heads if head.kind == kind]
+        return sorted(heads, key=lambda head: -head.shares[kind])
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -146,11 +146,12 @@ def head_shares(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, encoded: Sequence[Tensor]
 ) -> dict[int, Tensor]:
     """Share of attention on each of KINDS, ``[heads, kinds]`` by layer: see :mod:`head_kinds`."""
-    some = [one[:KIND_TOKENS] for one in encoded[:: max(1, len(encoded) // KIND_TEXTS)]][:KIND_TEXTS]
-    delimiters = delimiter_ids(tokenizer, torch.cat(some).tolist())
+    chosen = encoded[:: max(1, len(encoded) // KIND_TEXTS)][:KIND_TEXTS]
+    texts = [ids[:KIND_TOKENS] for ids in chosen]
+    delimiters = delimiter_ids(tokenizer, torch.cat(texts).tolist())
     in_text: dict[int, list[Tensor]] = {}
     repeating: dict[int, Tensor] = {}
-    for ids in some:
+    for ids in texts:
 
         def on_text(layer: int, rows: Tensor, ids: Tensor = ids) -> None:
             causal = _is_causal(rows)
@@ -165,25 +166,27 @@ def head_shares(
         def on_repeated(layer: int, rows: Tensor) -> None:
             repeating[layer] = shares(rows, targets, causal=_is_causal(rows)).mean(0)
 
-        for_each_layer(model, sequences.to(some[0].device), on_repeated)
-    found = {}
+        for_each_layer(model, sequences.to(texts[0].device), on_repeated)
+    by_layer = {}
     for layer, values in in_text.items():
-        own = torch.stack(values).mean(0).cpu()
-        other = repeating[layer].cpu() if layer in repeating else own.new_zeros(len(own), len(ON_REPETITION))
-        found[layer] = torch.cat([own, other], -1)
+        ordinary = torch.stack(values).mean(0).cpu()
+        repetition = ordinary.new_zeros(len(ordinary), len(ON_REPETITION))
+        if layer in repeating:
+            repetition = repeating[layer].cpu()
+        by_layer[layer] = torch.cat([ordinary, repetition], -1)
     assert len(IN_TEXT) + len(ON_REPETITION) == len(KINDS)
-    return found
+    return by_layer
 
 
 def _is_causal(rows: Tensor) -> bool:
     return not bool(rows.triu(1).any())
 
 
-def _with_kind(head: HeadHealth, found: dict[int, Tensor]) -> HeadHealth:
-    if head.layer not in found or head.head >= len(found[head.layer]):
+def _with_kind(head: HeadHealth, shares_by_layer: dict[int, Tensor]) -> HeadHealth:
+    if head.layer not in shares_by_layer or head.head >= len(shares_by_layer[head.layer]):
         return head
-    own = dict(zip(KINDS, found[head.layer][head.head].tolist(), strict=True))
-    return replace(head, kind=kind_of(own), shares=own)
+    shares = dict(zip(KINDS, shares_by_layer[head.layer][head.head].tolist(), strict=True))
+    return replace(head, kind=kind_of(shares), shares=shares)
 
 
 def _watched(
@@ -241,10 +244,14 @@ def for_each_layer(model: PreTrainedModel, ids: Tensor, on_layer: OnLayer) -> No
 def returned_maps(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     """What the model returns for ``output_attentions``. Raises if these are no maps of its tokens."""
     with torch.no_grad():
-        found = getattr(model(input_ids=ids, output_attentions=True), "attentions", None) or ()
+        attentions = getattr(model(input_ids=ids, output_attentions=True), "attentions", None) or ()
     length = ids.shape[1]
-    maps = [one for one in found if isinstance(one, Tensor) and one.shape[2:] == (length, length)]
-    if not maps or len(maps) < len(found) or not all(_is_stochastic(one) for one in maps):
+    maps = [
+        layer_maps
+        for layer_maps in attentions
+        if isinstance(layer_maps, Tensor) and layer_maps.shape[2:] == (length, length)
+    ]
+    if not maps or len(maps) < len(attentions) or not all(_is_stochastic(layer_maps) for layer_maps in maps):
         raise ValueError(f"{unreachable(model)}, and it returns no attention maps")
     return maps
 
@@ -256,19 +263,19 @@ def measure_returned_maps(
     timed: ExpectedTime,
 ) -> Health:
     """Exact statistics of the maps that a model returns, text by text."""
-    wanted = checked_statistics("exact", [name for name in statistics if name != CROSS_LAYER])
-    health = Health(wanted)
+    names = checked_statistics("exact", [name for name in statistics if name != CROSS_LAYER])
+    health = Health(names)
     for ids in texts:
         timed.begin(1)
         layers = returned_maps(model, ids[None])
         across = cross_layer_gtd(layers) if CROSS_LAYER in statistics and len(layers) > 1 else None
         for layer, rows in enumerate(layers):
             causal = not bool(rows.triu(1).any())
-            found = map_statistics(unchecked_maps(rows), wanted, BETA, HOPS, triangular=causal)
+            values = map_statistics(unchecked_maps(rows), names, BETA, HOPS, triangular=causal)
             tokens = torch.tensor([ids.numel()], device=rows.device)
             health.add(
                 f"layer {layer}",
-                {name: exact_estimate(value) for name, value in found.items()},
+                {name: exact_estimate(value) for name, value in values.items()},
                 uniform_map(tokens, causal=causal),
                 None if across is None or layer == 0 else across[layer - 1],
             )

@@ -22,7 +22,7 @@ TIMED_LAYER = 2
 
 
 class ExpectedTime:
-    """Passes progress on, in texts and parts of texts, and tells the expected time once it can be known.
+    """Forwards progress, in texts and parts of texts, and reports the expected time once it can be estimated.
 
     ``layers`` is the number of self-attentions in a forward.
     """
@@ -30,7 +30,7 @@ class ExpectedTime:
     def __init__(
         self, encoded: Sequence[Tensor], layers: int, progress: Callable[[float], object], note: Note
     ) -> None:
-        self.lengths, self.layers = [len(one) for one in encoded], max(1, layers)
+        self.lengths, self.layers = [len(ids) for ids in encoded], max(1, layers)
         self.progress, self.note, self.start, self.announced = progress, note, monotonic(), False
         self._texts, self._layers_done, self._passed_on, self._layer_before = 0, 0, 0.0, self.start
 
@@ -64,7 +64,7 @@ class ExpectedTime:
         self._layer_before = monotonic()
 
     def _announce(self, first: float, done: float) -> None:
-        """Tell the time that is left, once: by the seconds of the first text and the share of it done."""
+        """Report the remaining time once, from the seconds of the first text and the share of it done."""
         if self.announced:
             return
         self.announced = True

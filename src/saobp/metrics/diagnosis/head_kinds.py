@@ -28,8 +28,8 @@ def kind_of(shares: dict[str, float]) -> Kind | None:
     Kinds found on repetitions come first: on ordinary text, such heads mostly rest on the first token.
     """
     for group in (ON_REPETITION, IN_TEXT):
-        known = [kind for kind in group if kind in shares]
-        best = max(known, key=lambda kind: shares[kind], default=None)
+        kinds = [kind for kind in group if kind in shares]
+        best = max(kinds, key=lambda kind: shares[kind], default=None)
         if best is not None and shares[best] >= KIND_FROM:
             return best
     return None
@@ -42,8 +42,8 @@ def text_targets(ids: Tensor, delimiters: Tensor, *, causal: bool) -> Tensor:
     the first row, which under a causal mask can only look at itself, never counts.
     """
     length = len(ids)
-    places = torch.arange(length)
-    row, column = places[:, None], places[None, :]
+    positions = torch.arange(length)
+    row, column = positions[:, None], positions[None, :]
     on_delimiter = torch.isin(ids, delimiters)[None, :] & (column != row) & (column > 0)
     targets = torch.stack(
         [
@@ -64,8 +64,8 @@ def repetition_targets(length: int, repeated: int) -> Tensor:
     A row of the second half has its duplicate ``repeated`` tokens before; the token after the duplicate is
     the one that an induction head looks at.
     """
-    places = torch.arange(length)
-    row, column = places[:, None], places[None, :]
+    positions = torch.arange(length)
+    row, column = positions[:, None], positions[None, :]
     second = row >= length - repeated
     return _averaged(
         torch.stack([second & (column == row - repeated), second & (column == row - repeated + 1)])
@@ -84,7 +84,9 @@ def shares(rows: Tensor, targets: Tensor, *, causal: bool) -> Tensor:
 def delimiter_ids(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> Tensor:
     """Those of ``ids`` that are special tokens, punctuation or line ends."""
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    return torch.tensor([one for one in sorted(set(ids)) if one in special or _is_mark(tokenizer, one)])
+    return torch.tensor(
+        [token for token in sorted(set(ids)) if token in special or _is_mark(tokenizer, token)]
+    )
 
 
 def repeated_tokens(
@@ -94,12 +96,14 @@ def repeated_tokens(
 
     They follow the token that begins texts, if there is one. 0 repeat if model or vocabulary is too small.
     """
-    begin = next((one for one in (tokenizer.bos_token_id, tokenizer.cls_token_id) if one is not None), None)
+    begin = next(
+        (token for token in (tokenizer.bos_token_id, tokenizer.cls_token_id) if token is not None), None
+    )
     embeddings: Any = model.get_input_embeddings()
     size = int(embeddings.weight.shape[0])
     ordinary = torch.tensor(sorted(set(range(size)) - set(tokenizer.all_special_ids)))
-    room = (2 * REPEATED + 1 if limit is None else limit) - (begin is not None)
-    repeated = max(0, min(REPEATED, room // 2, len(ordinary)))
+    length = (2 * REPEATED + 1 if limit is None else limit) - (begin is not None)
+    repeated = max(0, min(REPEATED, length // 2, len(ordinary)))
     draws = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(SEQUENCES):

@@ -73,8 +73,8 @@ def layer_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
         if name in ("gtd", "cross_layer_gtd"):
             panel.axhspan(HEALTHY_FROM, HEALTHY_TO, color="#dcebd8", zorder=0)
             panel.set_ylim(0, 1)
-        for place, diagnosis in enumerate(diagnoses):
-            _curve(panel, diagnosis, name, COLOURS[place % len(COLOURS)])
+        for index, diagnosis in enumerate(diagnoses):
+            _curve(panel, diagnosis, name, COLOURS[index % len(COLOURS)])
         panel.set_title(TITLES[name], fontsize=9)
         panel.set_xlabel("layer")
         panel.set_xlim(-0.3, deepest - 0.7)
@@ -116,8 +116,8 @@ def _curve(panel: Axes, diagnosis: Diagnosis, name: str, colour: str) -> None:
         return
     layers = range(diagnosis.layers)
     values = [numpy.array([head.values[name] for head in diagnosis.layer(layer)]) for layer in layers]
-    low, high = [own.min() for own in values], [own.max() for own in values]
-    panel.plot(layers, [own.mean() for own in values], "o-", color=colour, label=label, markersize=3)
+    low, high = [heads.min() for heads in values], [heads.max() for heads in values]
+    panel.plot(layers, [heads.mean() for heads in values], "o-", color=colour, label=label, markersize=3)
     panel.vlines(layers, low, high, color=colour, alpha=0.3)
     panel.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
 

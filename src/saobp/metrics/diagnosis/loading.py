@@ -26,7 +26,7 @@ from transformers import (
 from saobp.refinement import Refinement
 from saobp.storage.atomic import first_line
 from saobp.storage.model_folders import check_file, check_tokenizer, intact_folder
-from saobp.transformers.apply import refined_as_asked
+from saobp.transformers.apply import override_refinement
 from saobp.transformers.load_errors import clear_load_errors
 
 EXAMPLE = "planted example"
@@ -44,7 +44,7 @@ def load_model(
         model, tokenizer = example_model()
     else:
         model, tokenizer = _from_pretrained(name)
-    refined_as_asked(model, refinement)
+    override_refinement(model, refinement)
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device), tokenizer
 
@@ -94,25 +94,25 @@ def dataset_texts(name: str, split: str, column: str | None, limit: int) -> list
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    place = intact_folder(name)
+    folder = intact_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
-    with clear_load_errors(place, "a model with its tokenizer"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(place)
+    with clear_load_errors(folder, "a model with its tokenizer"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         tokenizer("")  # a damaged one may load and fail here
     if tokenizer.vocab_files_names:  # tokenizers of bytes or characters have no files
-        check_tokenizer(place)
-    with clear_load_errors(place, "a model with its tokenizer"):
-        model: Any = AutoModel.from_pretrained(place)
+        check_tokenizer(folder)
+    with clear_load_errors(folder, "a model with its tokenizer"):
+        model: Any = AutoModel.from_pretrained(folder)
     return model, tokenizer
 
 
 def _non_empty(texts: Iterable[str], limit: int, where: str) -> list[str]:
-    kept = [text.strip() for text in texts if text.strip()]
-    if not kept:
+    stripped = [text.strip() for text in texts if text.strip()]
+    if not stripped:
         raise ValueError(f"{where} holds no text")
-    return kept[:limit]
+    return stripped[:limit]
 
 
 LENGTH, SHARPNESS = 48, 200.0

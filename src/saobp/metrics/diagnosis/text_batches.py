@@ -31,41 +31,43 @@ def encode(
     if length is not None and (length < 2 or (limit is not None and length > limit)):
         reach = "" if limit is None else f" and at most {limit}, the reach of the model"
         raise ValueError(f"texts can be cut to at least 2 tokens{reach}, not to {length}")
-    room = limit if length is None else length
-    if room is not None:
-        texts = [text[: CHARACTERS_PER_TOKEN * (room + 1)] for text in texts]
-    ids = [_ids(tokenizer, text, None if room is None else room + 1) for text in texts]
-    if room is not None:
-        cut = sum(len(one) > room for one in ids)
+    max_length = limit if length is None else length
+    if max_length is not None:
+        texts = [text[: CHARACTERS_PER_TOKEN * (max_length + 1)] for text in texts]
+    ids = [_ids(tokenizer, text, None if max_length is None else max_length + 1) for text in texts]
+    if max_length is not None:
+        cut = sum(len(text_ids) > max_length for text_ids in ids)
         if cut and length is None:
             verb = "is" if cut == 1 else "are"
-            note(f"{cut} of {len(ids)} texts {verb} cut to {room} tokens, the most that {subject} takes")
+            note(
+                f"{cut} of {len(ids)} texts {verb} cut to {max_length} tokens, the most that {subject} takes"
+            )
         ids = [
-            one if len(one) <= room else _ids(tokenizer, text, room)
-            for text, one in zip(texts, ids, strict=True)
+            text_ids if len(text_ids) <= max_length else _ids(tokenizer, text, max_length)
+            for text, text_ids in zip(texts, ids, strict=True)
         ]
-    kept = [one for one in ids if len(one) > 1]
-    if not kept:
+    usable = [text_ids for text_ids in ids if len(text_ids) > 1]
+    if not usable:
         raise ValueError("the texts hold no more than a token each, so there is no attention to look at")
-    if len(kept) < len(ids):
-        short, few = len(ids) - len(kept), "fewer than two tokens"
+    if len(usable) < len(ids):
+        short, few = len(ids) - len(usable), "fewer than two tokens"
         verbs = f"has {few} and is" if short == 1 else f"have {few} and are"
         note(f"{short} of {len(ids)} texts {verbs} left out")
-    _check_vocabulary(model, kept, subject)
-    if tokenizer.pad_token_id is None and len({len(one) for one in kept}) > 1:
+    _check_vocabulary(model, usable, subject)
+    if tokenizer.pad_token_id is None and len({len(text_ids) for text_ids in usable}) > 1:
         note(
             "the tokenizer has no padding token: in a batch, shorter texts are filled up with another, masked"
         )
-    return sorted(kept, key=len, reverse=True)
+    return sorted(usable, key=len, reverse=True)
 
 
 def batches(encoded: Sequence[Tensor], size: int, padding: int) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of ``size`` texts at a time; the first, longest text comes alone, to tell the time by."""
-    for part in ([encoded[0:1]] if encoded else []) + [
+    """Model inputs of ``size`` texts at a time; the first, longest text comes alone, to estimate the time."""
+    for batch in ([encoded[0:1]] if encoded else []) + [
         encoded[start : start + size] for start in range(1, len(encoded), size)
     ]:
-        ids = nn.utils.rnn.pad_sequence(list(part), batch_first=True, padding_value=padding)
-        lengths = torch.tensor([len(one) for one in part])
+        ids = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=padding)
+        lengths = torch.tensor([len(text) for text in batch])
         yield {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
@@ -77,8 +79,10 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, room: int | None) -> Tensor:
-    return torch.tensor(tokenizer(text, truncation=room is not None, max_length=room)["input_ids"])
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None) -> Tensor:
+    return torch.tensor(
+        tokenizer(text, truncation=max_length is not None, max_length=max_length)["input_ids"]
+    )
 
 
 def _check_vocabulary(model: PreTrainedModel, encoded: Sequence[Tensor], subject: str) -> None:
@@ -88,7 +92,7 @@ def _check_vocabulary(model: PreTrainedModel, encoded: Sequence[Tensor], subject
         raise ValueError(f"{subject} reads no tokens: {type(model).__name__} embeds none") from None
     if not isinstance(getattr(embeddings, "weight", None), Tensor):
         raise ValueError(f"{subject} reads no tokens: its inputs go to {type(embeddings).__name__}")
-    size, largest = int(embeddings.weight.shape[0]), max(int(one.max()) for one in encoded)
+    size, largest = int(embeddings.weight.shape[0]), max(int(ids.max()) for ids in encoded)
     if largest >= size:
         raise ValueError(
             f"the tokenizer gives token {largest}, but {subject} knows {size}: they do not belong together"

@@ -46,11 +46,11 @@ def fast_statistics(
     if padding is not None and not bool(padding[:, -queries:].any(-1).all()):
         raise ValueError("padding_mask leaves a text without any real token")
     mask = padded_rows(padding, queries, causal=is_causal, window=window)
-    found = statistics_of(
+    statistics = statistics_of(
         sweep(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, first)
     )
-    wanted = FAST if value is not None else FAST[:-1]
-    return {name: found[..., FAST.index(name)] for name in wanted}
+    names = FAST if value is not None else FAST[:-1]
+    return {name: statistics[..., FAST.index(name)] for name in names}
 
 
 def check_first(first: int) -> None:
@@ -72,9 +72,9 @@ def sweep(
             return row_sums(query, key, value, mask, scale=scale, first=first)
 
 
-def statistics_of(found: RowSums) -> Tensor:
-    """FAST statistics from sums over rows, ``[batch, heads, 5]``; not a number where states are."""
-    top, sums = found.whole()
+def statistics_of(row_totals: RowSums) -> Tensor:
+    """FAST statistics from sums over rows, ``[batch, heads, 5]``; NaN where the states are."""
+    top, sums = row_totals.whole()
     means = sums[..., :4] / sums[..., 4:].clamp(min=1)
     top = torch.where(means[..., 0].isnan() & (top != float("inf")), float("nan"), top)
     return torch.cat([top[..., None], means], -1)
@@ -83,7 +83,7 @@ def statistics_of(found: RowSums) -> Tensor:
 def padded_rows(
     padding: Tensor | None, queries: int, *, causal: bool = False, window: int | None = None
 ) -> RowMask:
-    """Rows of texts with padding ``[batch, keys]``, whose last ``queries`` keys they are."""
+    """The mask of the last ``queries`` rows of texts with a padding mask ``[batch, keys]``."""
     if padding is None:
         return RowMask(causal, window)
     return RowMask(causal, window, padding, padding[:, -queries:], padding.int().argmax(-1).int())

@@ -47,23 +47,26 @@ class HeadWatch:
         """Totals by layer name, first layer first."""
         order = [name for name, _ in self._pending if name not in self._totals]
         alike: dict[tuple[torch.Size, torch.Size], list[tuple[str, RowSums]]] = {}
-        for name, found in self._pending:
-            alike.setdefault((found.top.shape, found.sums.shape), []).append((name, found))
+        for name, pending in self._pending:
+            alike.setdefault((pending.top.shape, pending.sums.shape), []).append((name, pending))
         self._pending = []
         added: dict[str, LayerTotals] = {}
         for group in alike.values():
             together = RowSums(
-                *(torch.stack(parts) for parts in zip(*(one for _, one in group), strict=True))
+                *(
+                    torch.stack(parts)
+                    for parts in zip(*(layer_totals for _, layer_totals in group), strict=True)
+                )
             )
             values, counted = statistics_of(together), together.sums[..., 4].sum(-1) > 0
             means = torch.cat([values[..., 1:], torch.ones_like(values[..., :1])], -1)
             tops, sums = values[..., 0].amax(1), torch.where(counted[..., None], means, 0.0).sum(1)
-            for (name, _), top, own in zip(group, tops, sums, strict=True):
-                known = self._totals if name in self._totals else added
-                if name in known:
-                    known[name].add(top, own)
+            for (name, _), top, layer_sums in zip(group, tops, sums, strict=True):
+                totals = self._totals if name in self._totals else added
+                if name in totals:
+                    totals[name].add(top, layer_sums)
                 else:
-                    added[name] = LayerTotals(top, own)
+                    added[name] = LayerTotals(top, layer_sums)
         self._totals |= {name: added[name] for name in dict.fromkeys(order)}
         return self._totals
 
@@ -88,8 +91,8 @@ class HeadWatch:
         distributed.all_reduce(tops, op=distributed.ReduceOp.MAX)
         distributed.all_reduce(sums)
         whole, heads = copy.deepcopy(self), [len(layers[name].top) for name in names]
-        for name, top, own in zip(names, tops.split(heads), sums.split(heads), strict=True):
-            whole._totals[name] = LayerTotals(top, own)
+        for name, top, layer_sums in zip(names, tops.split(heads), sums.split(heads), strict=True):
+            whole._totals[name] = LayerTotals(top, layer_sums)
         return whole
 
     def max_logits(self) -> dict[str, Tensor]:
@@ -100,18 +103,18 @@ class HeadWatch:
         """One statistic per head, ``[heads]`` on the CPU, by layer name."""
         if statistic not in FAST:
             raise ValueError(f"{statistic!r} was not measured: there is {', '.join(FAST)}")
-        place = FAST.index(statistic)
-        return {name: _means(totals)[:, place].cpu() for name, totals in self.layers.items()}
+        index = FAST.index(statistic)
+        return {name: _means(totals)[:, index].cpu() for name, totals in self.layers.items()}
 
     def heads(self) -> list[HeadHealth]:
         """Every head measured, first layer first; the verdict, which needs GTD, stays undefined."""
-        found = []
+        heads = []
         for layer, (name, totals) in enumerate(self.layers.items()):
             texts = int(totals.sums[:, -1].max())
             for head, values in enumerate(_means(totals).tolist() if texts else []):
-                own = dict(zip(FAST, values, strict=True))
-                found.append(HeadHealth(layer, name, head, own, {}, "undefined", texts))
-        return found
+                statistics = dict(zip(FAST, values, strict=True))
+                heads.append(HeadHealth(layer, name, head, statistics, {}, "undefined", texts))
+        return heads
 
     def cross_layer_gtd(self) -> dict[str, float]:
         """Nothing: it belongs to the thorough tier."""

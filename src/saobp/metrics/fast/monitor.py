@@ -70,8 +70,8 @@ class Monitor:
         if self.texts is not None:
             query, key, value = (states[: self.texts] for states in (query, key, value))
             mask = first_texts(mask, self.texts)
-        found = sweep(query, key, value, mask, call.scaling, self.first)
-        self.health.add(layer_name(call.name, self._calls), found)
+        sums = sweep(query, key, value, mask, call.scaling, self.first)
+        self.health.add(layer_name(call.name, self._calls), sums)
 
     def _mask(self, call: AttentionCall) -> RowMask:
         """The call's mask, read once for all layers that share it."""
@@ -131,10 +131,10 @@ def first_texts(mask: RowMask, texts: int) -> RowMask:
 def sequence_limits(sequences: Tensor) -> tuple[Tensor, Tensor]:
     """First token, and token after the last, of each token's sequence: int32 ``[batch, length]`` each."""
     length = sequences.shape[-1]
-    places = torch.arange(length, device=sequences.device)
+    positions = torch.arange(length, device=sequences.device)
     begins = functional.pad(sequences.diff(dim=-1) != 0, (1, 0), value=True)
-    starts = torch.where(begins, places, 0).cummax(-1).values
-    after = torch.where(functional.pad(begins[:, 1:], (0, 1), value=True), places + 1, length)
+    starts = torch.where(begins, positions, 0).cummax(-1).values
+    after = torch.where(functional.pad(begins[:, 1:], (0, 1), value=True), positions + 1, length)
     ends = after.flip(-1).cummin(-1).values.flip(-1)
     return starts.int(), ends.int()
 
@@ -142,12 +142,12 @@ def sequence_limits(sequences: Tensor) -> tuple[Tensor, Tensor]:
 def _columns_seen(entries: Tensor) -> Tensor:
     """Keys that any row sees, bool ``[batch or 1, keys]``, some rows at a time."""
     lowest = torch.finfo(entries.dtype).min / 2 if entries.is_floating_point() else 0
-    found = None
+    visible = None
     for rows in entries.split(ROWS_AT_ONCE, -2):
         seen = (rows > lowest).any(-2).any(1)
-        found = seen if found is None else found | seen
-    assert found is not None
-    return found
+        visible = seen if visible is None else visible | seen
+    assert visible is not None
+    return visible
 
 
 def _is_2d(mask: object) -> bool:

@@ -25,13 +25,13 @@ def pearson(values: Sequence[float], scores: Sequence[float]) -> Correlation:
         )
     if len(values) < 3:
         raise ValueError(f"a correlation needs at least three checkpoints, not {len(values)}")
-    for what, series in (("values", values), ("scores", scores)):
+    for name, series in (("values", values), ("scores", scores)):
         if not all(math.isfinite(number) for number in series):
-            raise ValueError(f"the {what} hold NaN or infinite numbers")
+            raise ValueError(f"the {name} hold NaN or infinite numbers")
         if max(series) == min(series):
-            raise ValueError(f"the {what} are the same at every checkpoint, so nothing can follow them")
-    found = import_optional("scipy.stats", "a correlation").pearsonr(values, scores)
-    return Correlation(float(found.statistic), float(found.pvalue), len(values))
+            raise ValueError(f"the {name} are the same at every checkpoint, so nothing can follow them")
+    result = import_optional("scipy.stats", "a correlation").pearsonr(values, scores)
+    return Correlation(float(result.statistic), float(result.pvalue), len(values))
 
 
 def correlations(
@@ -44,9 +44,9 @@ def correlations(
     The defaults compare single-layer with cross-layer GTD, as the paper does; records come from
     ``health_metrics`` or anywhere else, as long as they name the score and the statistics.
     """
-    for place, record in enumerate(checkpoints):
+    for index, record in enumerate(checkpoints):
         missing = [name for name in (score, *statistics) if name not in record]
         if missing:
-            raise ValueError(f"checkpoint {place} has no {', '.join(missing)}: it has {', '.join(record)}")
+            raise ValueError(f"checkpoint {index} has no {', '.join(missing)}: it has {', '.join(record)}")
     scores = [record[score] for record in checkpoints]
     return {name: pearson([record[name] for record in checkpoints], scores) for name in statistics}

@@ -85,9 +85,9 @@ def cross_layer_gtd(
 def share_through_layers(rows: Tensor, below: Iterable[Tensor], beta: float) -> Tensor:
     """Share of paths through the maps of the layers below a layer, the nearest first, against its own map."""
     path, paths = rows, torch.zeros_like(rows)
-    for hop, other in enumerate(below, 1):
+    for hop, layer in enumerate(below, 1):
         with without_autocast(rows.device.type):
-            path = path @ other
+            path = path @ layer
         paths = paths + beta**hop * path
     return indirect_share(rows, paths)
 

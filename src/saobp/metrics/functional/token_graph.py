@@ -101,15 +101,15 @@ def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor,
     batch = rows.shape[0] if rows.ndim > 2 else 1
     flat = rows.reshape(batch, -1, length, length)
     sampled = _sampled_tokens(maps, batch, nodes, seed).to(rows.device)
-    taken = sampled >= 0
+    is_sampled = sampled >= 0
     positions = sampled.clamp(min=0)
     index = positions[:, None, :, None].expand(-1, flat.shape[1], -1, length)
     small = flat.gather(-2, index)
     small = small.gather(-1, positions[:, None, None, :].expand(-1, flat.shape[1], positions.shape[1], -1))
     weights = (small + small.transpose(-1, -2)) / 2
     off_diagonal = ~torch.eye(positions.shape[1], dtype=torch.bool, device=rows.device)
-    keep = (weights > tau) & off_diagonal & (taken[:, None, :, None] & taken[:, None, None, :])
-    sizes = taken.sum(-1).to(rows.dtype)[:, None].expand(-1, flat.shape[1])
+    keep = (weights > tau) & off_diagonal & (is_sampled[:, None, :, None] & is_sampled[:, None, None, :])
+    sizes = is_sampled.sum(-1).to(rows.dtype)[:, None].expand(-1, flat.shape[1])
     return torch.where(keep, weights, 0.0).flatten(0, 1), sizes.reshape(-1)
 
 

@@ -107,7 +107,7 @@ class Health:
         if not distributed.is_available() or not distributed.is_initialized() or not self.layers:
             return self
         total = copy.deepcopy(self)
-        parts = [part for _, own in sorted(total.layers.items()) for part in (own.sums, own.context)]
+        parts = [part for _, layer in sorted(total.layers.items()) for part in (layer.sums, layer.context)]
         packed = torch.cat([part.flatten() for part in parts])
         distributed.all_reduce(packed)
         for part, summed in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
@@ -116,7 +116,7 @@ class Health:
 
     def heads(self) -> list[HeadHealth]:
         """Every head measured, first layer first; none of a layer that has seen only padding."""
-        found = []
+        heads = []
         for layer, (name, totals) in enumerate(self.layers.items()):
             texts, _, _, *uniform = totals.context.tolist()
             if not texts:
@@ -126,7 +126,7 @@ class Health:
             errors = (spread if texts > 1 else noise).sqrt()
             for head in range(means.shape[-1]):
                 values = dict(zip(self.statistics, means[:, head].tolist(), strict=True))
-                found.append(
+                heads.append(
                     HeadHealth(
                         layer,
                         name,
@@ -137,15 +137,15 @@ class Health:
                         int(texts),
                     )
                 )
-        return found
+        return heads
 
     def values(self, statistic: str) -> dict[str, Tensor]:
         """Mean of one statistic per head, ``[heads]`` on the CPU, by layer name."""
         if statistic not in self.statistics:
             raise ValueError(f"{statistic!r} was not measured: there is {', '.join(self.statistics)}")
-        place = self.statistics.index(statistic)
+        index = self.statistics.index(statistic)
         return {
-            name: (totals.sums[0, place] / totals.context[0]).cpu() for name, totals in self.layers.items()
+            name: (totals.sums[0, index] / totals.context[0]).cpu() for name, totals in self.layers.items()
         }
 
     def cross_layer_gtd(self) -> dict[str, float]:

@@ -59,13 +59,13 @@ def health_metrics(health: Statistics, prefix: str = "health") -> dict[str, floa
     logs: dict[str, float] = {}
     for statistic in health.statistics:
         for layer, name in enumerate(health.layers):
-            own = [head.values[statistic] for head in heads if head.name == name]
-            if own:
-                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = _together(statistic, own)
+            values = [head.values[statistic] for head in heads if head.name == name]
+            if values:
+                logs[f"{prefix}/layer_{layer:02d}/{statistic}"] = _together(statistic, values)
         logs[f"{prefix}/{statistic}"] = _together(statistic, [head.values[statistic] for head in heads])
-    places = {name: layer for layer, name in enumerate(health.layers)}
+    layer_numbers = {name: layer for layer, name in enumerate(health.layers)}
     for name, value in health.cross_layer_gtd().items():
-        logs[f"{prefix}/layer_{places[name]:02d}/{CROSS_LAYER}"] = value
+        logs[f"{prefix}/layer_{layer_numbers[name]:02d}/{CROSS_LAYER}"] = value
     for verdict in ("localised", "sink", "diffuse") if "gtd" in health.statistics else ():
         logs[f"{prefix}/{verdict}_heads"] = float(sum(head.verdict == verdict for head in heads))
     return logs
@@ -91,9 +91,9 @@ class HealthLog:
         ranges: Mapping[str, Range] | None = None,
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
-        for name, given in (("log", log), ("on_alert", on_alert)):
-            if given is not None and not callable(given):
-                raise TypeError(f"{name} must be a function, not {type(given).__name__}")
+        for name, callback in (("log", log), ("on_alert", on_alert)):
+            if callback is not None and not callable(callback):
+                raise TypeError(f"{name} must be a function, not {type(callback).__name__}")
         self.log, self.prefix, self.untrained, self.on_alert = log, prefix, untrained, on_alert
         self.ranges = dict(RANGES) if ranges is None else checked_ranges(ranges)
         self._may_lack = tuple(RANGES) if ranges is None else ()
@@ -127,12 +127,12 @@ class HealthLog:
     def _alerts(self, heads: list[HeadHealth], step: int) -> list[Alert]:
         alerts = []
         for head in heads:
-            place, reasons = (head.name, head.head), self._reasons(head)
+            head_key, reasons = (head.name, head.head), self._reasons(head)
             new = [
                 words
                 for (statistic, state), words in reasons.items()
-                if state not in self._before.get(place, ())
-                and (not self.untrained or state == "undefined" or (*place, statistic) in self._inside)
+                if state not in self._before.get(head_key, ())
+                and (not self.untrained or state == "undefined" or (*head_key, statistic) in self._inside)
             ]
             if new:
                 alerts.append(Alert(step, head.layer, head.name, head.head, " and ".join(new)))
@@ -140,23 +140,23 @@ class HealthLog:
             measured = {name for name in self.ranges if name in head.values} - outside
             if head.verdict == "healthy":
                 measured.add("verdict")
-            self._inside |= {(*place, statistic) for statistic in measured}
-            self._before[place] = {state for _, state in reasons}
+            self._inside |= {(*head_key, statistic) for statistic in measured}
+            self._before[head_key] = {state for _, state in reasons}
         return alerts
 
     def _reasons(self, head: HeadHealth) -> dict[tuple[str, str], str]:
         """Why a head is outside, in words, by statistic and state."""
-        found = {}
+        reasons = {}
         has_meaning = "gtd" in head.values or not all(map(math.isfinite, head.values.values()))
         if has_meaning and head.verdict in ALARMING:  # without GTD only ``undefined`` has
-            found["verdict", str(head.verdict)] = _in_words(head)
+            reasons["verdict", str(head.verdict)] = _format_reason(head)
         for statistic, (low, high) in self.ranges.items():
             value = head.values.get(statistic, math.nan)
             if low is not None and value < low:
-                found[statistic, f"{statistic} below"] = f"{statistic} {value:.4g} below {low:g}"
+                reasons[statistic, f"{statistic} below"] = f"{statistic} {value:.4g} below {low:g}"
             if high is not None and value > high:
-                found[statistic, f"{statistic} above"] = f"{statistic} {value:.4g} above {high:g}"
-        return found
+                reasons[statistic, f"{statistic} above"] = f"{statistic} {value:.4g} above {high:g}"
+        return reasons
 
 
 def checked_ranges(ranges: Mapping[str, Range]) -> dict[str, Range]:
@@ -192,7 +192,7 @@ def _together(statistic: str, values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _in_words(head: HeadHealth) -> str:
+def _format_reason(head: HeadHealth) -> str:
     return f"{head.verdict} (GTD {head.values['gtd']:.2f})" if "gtd" in head.values else head.verdict
 
 

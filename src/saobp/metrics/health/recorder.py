@@ -109,11 +109,11 @@ class Recorder:
             heads = heads.without_empty_texts()
             if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
-                found = dict.fromkeys(self.statistics, nothing)
-                self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads))
+                estimates = dict.fromkeys(self.statistics, nothing)
+                self.health.add(layer_name(call.name, self._calls), estimates, self._uniform(heads))
                 return
             averages = HeadAverages(heads.query.shape[1])
-            found = measure_heads(
+            estimates = measure_heads(
                 heads,
                 "sampled" if sampled else "exact",
                 self.statistics,
@@ -123,7 +123,7 @@ class Recorder:
                 on_maps=averages.add if self.across else None,
             )
             across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
-            self.health.add(layer_name(call.name, self._calls), found, self._uniform(heads), across)
+            self.health.add(layer_name(call.name, self._calls), estimates, self._uniform(heads), across)
 
     def _sampling(self) -> Sampling:
         """New random draws in every forward, so that errors average out."""
@@ -151,8 +151,10 @@ class Recorder:
         )
         method: Method = "exact" if length <= EXACT_UP_TO else "sampled"
         names = ("gtd", "attention_entropy", "sink_mass")
-        found = measure_heads(even, method, names, beta=self.beta, hops=self.hops, sampling=self._sampling())
-        return UniformMap(*(found[name].value[:, 0] for name in names))
+        estimates = measure_heads(
+            even, method, names, beta=self.beta, hops=self.hops, sampling=self._sampling()
+        )
+        return UniformMap(*(estimates[name].value[:, 0] for name in names))
 
     def _cross_layer_gtd(self, name: str, averages: list[Tensor]) -> Tensor | None:
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
@@ -161,13 +163,14 @@ class Recorder:
         """
         stack = re.split(r"\.\d+(?:\.|$)", name)[0]
         if stack != self._stack or any(
-            [one.shape for one in below] != [one.shape for one in averages] for below in self._layers_below
+            [rows.shape for rows in below] != [rows.shape for rows in averages]
+            for below in self._layers_below
         ):
             self._layers_below.clear()
         self._stack = stack
         values = [
-            share_through_layers(rows, [below[place] for below in self._layers_below], self.beta)
-            for place, rows in enumerate(averages)
+            share_through_layers(rows, [below[index] for below in self._layers_below], self.beta)
+            for index, rows in enumerate(averages)
         ]
         first = not self._layers_below
         self._layers_below.appendleft(averages)
@@ -183,8 +186,10 @@ class HeadAverages:
 
     def add(self, texts: slice, rows: Tensor) -> None:
         """rows ``[texts, some heads, length, length]``"""
-        own = rows.sum(1)
-        self._sums[texts.start] = self._sums[texts.start] + own if texts.start in self._sums else own
+        row_sums = rows.sum(1)
+        self._sums[texts.start] = (
+            self._sums[texts.start] + row_sums if texts.start in self._sums else row_sums
+        )
 
     @property
     def maps(self) -> list[Tensor]:

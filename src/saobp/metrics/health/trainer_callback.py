@@ -46,7 +46,7 @@ class MeasuredSteps(TrainerCallback):
         self.due = self.trainer.state.global_step % self.every == 0
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Restore the Trainer's own step, also from under others that stand around it."""
+        """Restore the Trainer's own step, also where other wrappers were put around this one."""
         self.trainer.__dict__.pop("training_step", None)
         self._training_step = None
 
@@ -72,7 +72,7 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def log_beside(trainer: Trainer, logs: dict[str, float]) -> None:
-    """``Trainer.log``, after which the Trainer's own log of this step, with the loss, is still due."""
+    """``Trainer.log`` that leaves the Trainer's own log of this step, with the loss, to come."""
     due = trainer.control.should_log
     trainer.log(logs)
     trainer.control.should_log = due
@@ -183,10 +183,10 @@ class QKClip(MeasuredSteps):
             self.clipped, self.largest = 0, 0.0
 
     def _clip(self) -> None:
-        found = self.monitor.health.reduced().max_logits()
+        max_logits = self.monitor.health.reduced().max_logits()
         self.monitor.health.reset()
         tops: dict[str, Tensor] = {}
-        for layer, top in found.items():  # a module that serves several layers has several entries
+        for layer, top in max_logits.items():  # a module that serves several layers has several entries
             name = re.sub(r" \(\d+\)$", "", layer)
             tops[name] = top if name not in tops else torch.maximum(tops[name], top)
         together = torch.cat(list(tops.values())).tolist()  # one synchronisation for all layers

@@ -36,17 +36,17 @@ def uniform_map(tokens: Tensor, *, causal: bool, beta: float = BETA, hops: int =
         odds = full_odds(beta, hops)
         return UniformMap(torch.full_like(tokens, odds / (1 + odds)), tokens.log(), 1 / tokens)
     indirect_norms, direct_norms = (part.to(tokens) for part in _causal_norms(beta, hops))
-    place = tokens.clamp(max=TABULATED).long() - 1
+    index = tokens.clamp(max=TABULATED).long() - 1
     beyond = (tokens / TABULATED).clamp(min=1).log()
     growth = TABULATED * (indirect_norms[-1] - indirect_norms[-2])
-    indirect = indirect_norms[place] + growth * beyond
-    direct = direct_norms[place] + beyond
+    indirect = indirect_norms[index] + growth * beyond
+    direct = direct_norms[index] + beyond
     entropy = torch.lgamma(tokens + 1) / tokens
     return UniformMap(indirect / (direct + indirect), entropy, direct / tokens)
 
 
 def full_odds(beta: float = BETA, hops: int = HOPS) -> float:
-    """Squared norm of G over that of A for the uniform map without a mask, which repeats itself: A A = A."""
+    """Squared norm of G over that of A for the uniform map without a mask, which is idempotent (A A = A)."""
     return math.fsum(beta ** (hop - 1) for hop in range(2, hops + 1)) ** 2
 
 
@@ -162,5 +162,9 @@ def is_untrained(model: nn.Module) -> bool:
 
     A model without such parameters, or whose parameters are on other devices, counts as trained.
     """
-    vectors = [one.detach() for one in model.parameters() if one.ndim == 1 and one.numel() > 1]
-    return bool(vectors) and all(bool((one == one[0]).all()) for one in vectors)
+    vectors = [
+        parameter.detach()
+        for parameter in model.parameters()
+        if parameter.ndim == 1 and parameter.numel() > 1
+    ]
+    return bool(vectors) and all(bool((parameter == parameter[0]).all()) for parameter in vectors)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saobp.kernels.calls import POTTS, Call
-from saobp.kernels.dispatch import unsupported
+from saobp.kernels.dispatch import fused_obstacle
 from saobp.metrics.operators.plain import AttentionOperator, PlainOperator, SimilarityOperator
 from saobp.metrics.operators.tiled import Mask, TiledOperator
 from saobp.refinement import Refinement
@@ -94,7 +94,7 @@ def can_fuse(query: Tensor, key: Tensor, refinement: Refinement, mask: Mask, sca
         and mask.is_plain
         and refinement.factor in POTTS
         and refinement.message_stride == 1
-        and unsupported(
+        and fused_obstacle(
             Call.of(query[None], key[None], query[None], refinement, is_causal=mask.causal, scale=scale)
         )
         is None

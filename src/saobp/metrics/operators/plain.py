@@ -174,15 +174,15 @@ class PlainOperator:
         queries, keys_and_anchors = self._swapped_states(channels)
         values_and_share = keys_and_anchors.new_zeros(*keys_and_anchors.shape[:2], queries.shape[-1])
         values_and_share[:, : self._anchors, channels] = 1.0
-        place = self._after_anchors(values_and_share)[..., :channels]
+        part = self._after_anchors(values_and_share)[..., :channels]
         states = self._in_order(states)
         if self._weights is None:
-            place.copy_(states)
+            part.copy_(states)
         else:
-            torch.mul(states, self._weights, out=place)
+            torch.mul(states, self._weights, out=part)
         del states
         output = self._real_rows(_fused(queries, keys_and_anchors, values_and_share, self.causal, self.scale))
-        del values_and_share, place
+        del values_and_share, part
         share = output[..., channels].to(self.precision) * self._unit
         return self._in_order(output[..., :channels].div_(share[..., None]))
 
@@ -197,9 +197,9 @@ class PlainOperator:
         if self._swapped is None or self._swapped[0].shape[-1] != width:
             queries = self._query_rows(self._in_order(self.key), width)
             keys_and_anchors = self._key_rows(self._in_order(self.query), width)
-            for place, part in enumerate(parts, dim):
-                self._real_rows(queries)[..., place] = 1.0
-                self._after_anchors(keys_and_anchors)[..., place] = self._in_order(part)
+            for index, part in enumerate(parts, dim):
+                self._real_rows(queries)[..., index] = 1.0
+                self._after_anchors(keys_and_anchors)[..., index] = self._in_order(part)
             self._swapped = queries, keys_and_anchors
         return self._swapped
 

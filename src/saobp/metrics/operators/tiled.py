@@ -99,11 +99,13 @@ class TiledOperator:
     def rows(self, positions: Tensor) -> Tensor:
         if not self.causal_messages:
             return self._beliefs(positions).rows
-        found = self.query.new_empty(len(self.query), len(positions), self.key.shape[1], dtype=self.precision)
+        output = self.query.new_empty(
+            len(self.query), len(positions), self.key.shape[1], dtype=self.precision
+        )
         for tile, rows in self._tiles():
             here = ((positions >= tile[0]) & (positions <= tile[-1])).nonzero()[:, 0]
-            found[:, here] = rows[:, positions[here] - tile[0]]
-        return found
+            output[:, here] = rows[:, positions[here] - tile[0]]
+        return output
 
     def sweep(self, forward: Tensor | None, backward: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         output = None if forward is None else torch.empty_like(forward)

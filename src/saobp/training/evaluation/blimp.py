@@ -77,12 +77,14 @@ def judge_pairs(
     """Each pair with the log-likelihoods of its sentences in nats: UID, field, pairID, good, bad."""
     sentences = [*split.column("sentence_good"), *split.column("sentence_bad")]
     if is_decoder:
-        found = log_likelihoods(model, tokenizer, [("", f" {one}") for one in sentences], advance=advance)
+        scores = log_likelihoods(
+            model, tokenizer, [("", f" {sentence}") for sentence in sentences], advance=advance
+        )
     else:
-        found = pseudo_log_likelihoods(model, tokenizer, sentences, advance=advance)
-    kept = {name: split.table[name] for name in ("UID", "pairID")}
-    kept["field"] = [field.replace("/", "_") for field in split.column("field")]  # it has both spellings
-    return pa.table({**kept, "good": found[: len(split)], "bad": found[len(split) :]})
+        scores = pseudo_log_likelihoods(model, tokenizer, sentences, advance=advance)
+    columns = {name: split.table[name] for name in ("UID", "pairID")}
+    columns["field"] = [field.replace("/", "_") for field in split.column("field")]  # it has both spellings
+    return pa.table({**columns, "good": scores[: len(split)], "bad": scores[len(split) :]})
 
 
 def accuracies(items: pa.Table) -> dict[str, Any]:
@@ -119,11 +121,12 @@ def points(items: pa.Table) -> np.ndarray:
 def difference(items: pa.Table, base: pa.Table) -> dict[str, float]:
     """Difference of accuracy from another model in percent, over common pairs, with its standard error."""
     keys = [
-        list(zip(one["UID"].to_pylist(), one["pairID"].to_pylist(), strict=True)) for one in (items, base)
+        list(zip(results["UID"].to_pylist(), results["pairID"].to_pylist(), strict=True))
+        for results in (items, base)
     ]
     theirs = dict(zip(keys[1], points(base), strict=True))
     apart = np.array(
-        [own - theirs[key] for key, own in zip(keys[0], points(items), strict=True) if key in theirs]
+        [score - theirs[key] for key, score in zip(keys[0], points(items), strict=True) if key in theirs]
     )
     if len(apart) < 2:
         raise ValueError("the two evaluations have no pairs of sentences in common")
@@ -165,7 +168,7 @@ def pseudo_log_likelihoods(
     starts = np.cumsum(sizes) - sizes
     layout = Layout.of(tokenizer)
     special = torch.tensor(tokenizer.all_special_ids, device=model.device)
-    found, done = np.zeros(len(texts)), 0
+    totals, done = np.zeros(len(texts)), 0
     for size in np.unique(sizes):
         group = np.flatnonzero(sizes == size)
         inner = tokens[starts[group, None] + np.arange(size)].astype(np.int64)
@@ -180,8 +183,8 @@ def pseudo_log_likelihoods(
         ]
         if losses:
             values = torch.cat(losses).double().cpu().numpy()
-            found[group] = -np.bincount(owners.cpu().numpy(), values, len(group))
+            totals[group] = -np.bincount(owners.cpu().numpy(), values, len(group))
         done += len(group)
         if advance is not None:
             advance(done, len(texts))
-    return found
+    return totals

@@ -61,15 +61,15 @@ def harness_accuracy(
     config |= {"task": name, "test_split": "test", "custom_dataset": lambda **_: {"test": documents}}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16, max_length=positions_of(model))
     with _silent_stderr():
-        found = simple_evaluate(
+        output = simple_evaluate(
             model=wrapped,
             tasks=[ConfigurableTask(config=config)],
             task_manager=TaskManager(include_defaults=False),  # its own would read thousands of definitions
             bootstrap_iters=0,
             log_samples=False,
         )
-    assert found is not None
-    return {"accuracy": 100 * found["results"][name]["acc,none"], "questions": len(documents)}
+    assert output is not None
+    return {"accuracy": 100 * output["results"][name]["acc,none"], "questions": len(documents)}
 
 
 @contextmanager

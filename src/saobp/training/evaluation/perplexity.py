@@ -61,8 +61,8 @@ def causal_perplexity(
         size = min(length, len(tokens) - group[0])
         rows = np.stack([tokens[start : start + size] for start in group]).astype(np.int64)
         ids = torch.from_numpy(rows).to(model.device)
-        known = torch.tensor([1 if start == 0 else length - stride for start in group])
-        is_new = torch.arange(size)[None, :] >= known[:, None]
+        context = torch.tensor([1 if start == 0 else length - stride for start in group])
+        is_new = torch.arange(size)[None, :] >= context[:, None]
         hidden = hidden_states(model, ids, "fp32")[:, :-1][is_new[:, 1:].to(ids.device)]
         losses = token_losses(model, hidden, ids[:, 1:][is_new[:, 1:].to(ids.device)])
         total += float(losses.sum())

@@ -70,29 +70,29 @@ def evaluate(
         raise ValueError(f"unknown task {unknown[0]!r}: choose from {', '.join(KNOWN)}")
     if harness:
         require_harness()
-    asked = Evaluation.of(
+    evaluation = Evaluation.of(
         model, tasks, None if refinement is None else Refinement.of(refinement), data_dir,
         harness=harness, positions=positions, length=length, limit=limit,
     )  # fmt: skip
     recipe = {
-        "model": model_name(model), "tasks": list(asked.tasks),
-        "refinement": getattr(asked.model.config, "saobp", None), "positions": positions,
+        "model": model_name(model), "tasks": list(evaluation.tasks),
+        "refinement": getattr(evaluation.model.config, "saobp", None), "positions": positions,
         "length": length, "limit": limit, "harness": harness,
     }  # fmt: skip
-    data = {"model": model_checksum(model), **asked.checksums()}
+    data = {"model": model_checksum(model), **evaluation.checksums()}
     run = None
     if folder is not None:
         run = RunFolder.start(folder, "evaluate", recipe, seed=0, data=data, resume=True)
     began = time.monotonic()
     results: dict[str, Any] = {
         "model": model_name(model),
-        "decoder": asked.is_decoder,
-        "notes": notes_of(asked.model, asked.splits, limit),
+        "decoder": evaluation.is_decoder,
+        "notes": notes_of(evaluation.model, evaluation.splits, limit),
     }
     try:
-        for task in asked.tasks:
+        for task in evaluation.tasks:
             progress = None if advance is None else partial(advance, task)
-            results[task] = asked.measure(task, progress, None if run is None else run.path)
+            results[task] = evaluation.measure(task, progress, None if run is None else run.path)
     except BaseException as problem:
         if run is not None:
             run.fail(time.monotonic() - began, problem)
@@ -131,16 +131,16 @@ class Evaluation:
         }
         if "blimp" in tasks:
             splits["blimp"] = read_blimp(data_dir).sample(limit)
-        room = positions_of(model)
-        if length is not None and length > room:
-            raise ValueError(f"length {length} does not fit into the model's {room} positions")
+        max_length = positions_of(model)
+        if length is not None and length > max_length:
+            raise ValueError(f"length {length} does not fit into the model's {max_length} positions")
         text = read_wikitext(tokenizer, data_dir, documents=limit) if "wikitext" in tasks else None
         return cls(model, tokenizer, is_decoder, tasks, splits, text, harness, positions, length)
 
     def checksums(self) -> dict[str, str]:
         """Of the texts."""
-        found = {task: split.checksum for task, split in self.splits.items()}
-        return found if self.text is None else {**found, "wikitext": self.text.checksum}
+        texts = {task: split.checksum for task, split in self.splits.items()}
+        return texts if self.text is None else {**texts, "wikitext": self.text.checksum}
 
     def measure(self, task: str, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
         """The result of one task. BLiMP's items are saved in ``folder``."""
@@ -152,19 +152,19 @@ class Evaluation:
 
     def _perplexity(self, advance: TaskAdvance | None) -> dict[str, Any]:
         assert self.text is not None
-        room = positions_of(self.model)
+        max_length = positions_of(self.model)
         common = {"split": "test", "checksum": self.text.checksum}
         if self.is_decoder:
-            length = room if self.length is None else self.length
-            found = causal_perplexity(self.model, self.text.row, length=length, advance=advance)
-            by_word = math.exp(min(found.pop("nats") / self.text.words, 700))
-            return {**found, "word_perplexity": by_word, "words": self.text.words, **common}
-        length = min(room, BLOCK) if self.length is None else self.length
+            length = max_length if self.length is None else self.length
+            result = causal_perplexity(self.model, self.text.row, length=length, advance=advance)
+            by_word = math.exp(min(result.pop("nats") / self.text.words, 700))
+            return {**result, "word_perplexity": by_word, "words": self.text.words, **common}
+        length = min(max_length, BLOCK) if self.length is None else self.length
         blocks = self.text.blocks(self.tokenizer, length)
-        both = self.model, self.tokenizer, blocks
+        call = self.model, self.tokenizer, blocks
         return {
-            "pseudo": pseudo_perplexity(*both, positions=self.positions, advance=advance),
-            "masked": masked_perplexity(*both),
+            "pseudo": pseudo_perplexity(*call, positions=self.positions, advance=advance),
+            "masked": masked_perplexity(*call),
             "length": blocks.shape[1],
             "blocks": len(blocks),
             **common,
@@ -173,26 +173,26 @@ class Evaluation:
     def _pairs(self, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
         split = self.splits["blimp"]
         items = judge_pairs(self.model, self.tokenizer, split, is_decoder=self.is_decoder, advance=advance)
-        found = accuracies(items)
+        result = accuracies(items)
         if self.harness and self.is_decoder:
-            found["harness"] = harness_accuracy(self.model, self.tokenizer, "blimp", split)
+            result["harness"] = harness_accuracy(self.model, self.tokenizer, "blimp", split)
         if folder is not None:
             save_items(items, folder)
-        return found
+        return result
 
     def _questions(self, task: str, advance: TaskAdvance | None) -> dict[str, Any]:
-        both, split = (self.model, self.tokenizer), self.splits[task]
+        loaded, split = (self.model, self.tokenizer), self.splits[task]
         if task == "boolq":
-            found = accuracy(*both, boolq_questions(split), advance=advance)
+            result = accuracy(*loaded, boolq_questions(split), advance=advance)
         else:
-            found = accuracy(*both, race_questions(split), advance=advance)
-            found["every_question"] = accuracy(*both, race_questions(split, every=True), advance=advance)
+            result = accuracy(*loaded, race_questions(split), advance=advance)
+            result["every_question"] = accuracy(*loaded, race_questions(split, every=True), advance=advance)
         if self.harness:
-            found["harness"] = harness_accuracy(*both, task, split)
+            result["harness"] = harness_accuracy(*loaded, task, split)
             if task == "race-middle":
-                every = harness_accuracy(*both, task, split, every=True)
-                found["every_question"]["harness"] = every
-        return {**found, "split": split.name}
+                every = harness_accuracy(*loaded, task, split, every=True)
+                result["every_question"]["harness"] = every
+        return {**result, "split": split.name}
 
 
 def tasks_for(tasks: Sequence[str], is_decoder: bool) -> tuple[str, ...]:
@@ -228,8 +228,8 @@ def _shortened(split: Split, limit: int | None) -> Split:
     if limit is None or "article" not in split.table.column_names:
         return split.sample(limit)
     articles = split.column("article")
-    kept = set(list(dict.fromkeys(articles))[:limit])
-    return split.take(np.flatnonzero([article in kept for article in articles]))
+    first_articles = set(list(dict.fromkeys(articles))[:limit])
+    return split.take(np.flatnonzero([article in first_articles for article in articles]))
 
 
 def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None) -> list[str]:

@@ -37,13 +37,13 @@ def race_questions(split: Split, *, every: bool = False) -> list[Question]:
     ``every`` asks every question by itself instead, each as if its article had no other.
     """
     letters = "ABCD"
-    asked = []
+    questions = []
     for problems in articles_of(split, every=every):
         *solved, last = problems
         earlier = "".join(_solved(row, letters.index(row["answer"])) for row in solved)
         prompt = f"Article: {last['article']}\n\n{earlier}{last['question']}"
-        asked.append(Question(prompt, tuple(last["options"]), letters.index(last["answer"])))
-    return asked
+        questions.append(Question(prompt, tuple(last["options"]), letters.index(last["answer"])))
+    return questions
 
 
 def boolq_questions(split: Split) -> list[Question]:
@@ -70,9 +70,9 @@ def accuracy(
     scores = log_likelihoods(model, tokenizer, pairs, advance=advance)
     right, at = 0, 0
     for question in questions:
-        own = scores[at : at + len(question.candidates)]
+        question_scores = scores[at : at + len(question.candidates)]
         at += len(question.candidates)
-        right += int(np.argmax(own)) == question.answer
+        right += int(np.argmax(question_scores)) == question.answer
     share, count = right / len(questions), len(questions)
     error = math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else 0.0
     return {"accuracy": 100 * share, "error": 100 * error, "questions": count}
@@ -92,14 +92,14 @@ def log_likelihoods(
     """
     model.eval()
     encoded = encode_pairs(tokenizer, pairs)
-    room = positions_of(model)
-    found = np.zeros(len(pairs))
+    max_length = positions_of(model)
+    totals = np.zeros(len(pairs))
     order = sorted(range(len(pairs)), key=lambda pair: -len(encoded[pair][0]) - len(encoded[pair][1]))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     budget = tokens_at_a_time(model)
     at = 0
     while at < len(order):
-        longest = min(room, sum(map(len, encoded[order[at]])) - 1)
+        longest = min(max_length, sum(map(len, encoded[order[at]])) - 1)
         batch = order[at : at + max(1, budget // longest)]
         at += len(batch)
         rows = torch.full((len(batch), longest), padding or 0)
@@ -107,14 +107,14 @@ def log_likelihoods(
         where, targets = torch.zeros_like(rows, dtype=torch.bool), []
         for row, pair in enumerate(batch):
             context, continuation = encoded[pair]
-            if len(continuation) > room:
+            if len(continuation) > max_length:
                 raise ValueError(
-                    f"a candidate of {len(continuation)} tokens does not fit into {room} positions"
+                    f"a candidate of {len(continuation)} tokens does not fit into {max_length} positions"
                 )
-            shown = (context + continuation)[-(room + 1) : -1]
-            rows[row, : len(shown)] = torch.tensor(shown)
-            mask[row, : len(shown)] = 1
-            where[row, len(shown) - len(continuation) : len(shown)] = True
+            tokens = (context + continuation)[-(max_length + 1) : -1]
+            rows[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+            where[row, len(tokens) - len(continuation) : len(tokens)] = True
             targets += continuation
         states = model.base_model(
             input_ids=rows.to(model.device), attention_mask=mask.to(model.device), use_cache=False
@@ -123,10 +123,10 @@ def log_likelihoods(
             model, states[where.to(model.device)], torch.tensor(targets, device=model.device)
         )
         sizes = [len(encoded[pair][1]) for pair in batch]
-        found[batch] = [-float(part.sum()) for part in losses.cpu().double().split(sizes)]
+        totals[batch] = [-float(part.sum()) for part in losses.cpu().double().split(sizes)]
         if advance is not None:
             advance(at, len(order))
-    return found
+    return totals
 
 
 def encode_pairs(
@@ -141,9 +141,9 @@ def encode_pairs(
     contexts = [context.rstrip() for context, _ in pairs]
     wholes = [context + continuation for context, continuation in pairs]
     distinct = list(dict.fromkeys(contexts))
-    known = dict(zip(distinct, _ids(tokenizer, distinct), strict=True))
+    encoded = dict(zip(distinct, _ids(tokenizer, distinct), strict=True))
     return [
-        (known[context] or [start], ids[len(known[context]) :])
+        (encoded[context] or [start], ids[len(encoded[context]) :])
         for context, ids in zip(contexts, _ids(tokenizer, wholes), strict=True)
     ]
 

@@ -79,11 +79,11 @@ class Layout:
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Layout:
         """Derived from an encoded pair; without a separator, the end-of-text token is used."""
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        other = tokenizer("b", add_special_tokens=False)["input_ids"]
+        single = tokenizer("b", add_special_tokens=False)["input_ids"]
         pair = tokenizer("a", "b")
         ids = list(pair["input_ids"])
         first = _find(ids, plain, 0)
-        second = _find(ids, other, first + len(plain))
+        second = _find(ids, single, first + len(plain))
         between = ids[first + len(plain) : second]
         if not between and tokenizer.eos_token_id is not None:
             between = [tokenizer.eos_token_id]
@@ -93,7 +93,7 @@ class Layout:
         return cls(
             before=np.array(ids[:first], dtype=np.int32),
             between=np.array(between, dtype=np.int32),
-            after=np.array(ids[second + len(other) :], dtype=np.int32),
+            after=np.array(ids[second + len(single) :], dtype=np.int32),
             padding=int(padding),
             has_types="token_type_ids" in pair,
         )

@@ -117,8 +117,8 @@ def encode_examples(
     first = table.rows(firsts)
     second = None if seconds is None else table.rows(seconds)
     whole = table.lengths[first], np.zeros_like(first) if second is None else table.lengths[second]
-    kept = pair_lengths(*whole, budget)
-    sequences = Sequences(table, layout, first, kept[0], second, np.zeros_like(first), kept[1])
+    truncated = pair_lengths(*whole, budget)
+    sequences = Sequences(table, layout, first, truncated[0], second, np.zeros_like(first), truncated[1])
     labels = split.labels.astype(np.float32) if spec.kind == "regression" else split.labels
     cut = float((whole[0] + whole[1] > budget).mean())
     return Examples(sequences, {"labels": labels}, length, group, cut)
@@ -128,14 +128,14 @@ def choice_texts(split: Split, spec: TaskSpec) -> tuple[list[str], list[str]]:
     """Context and candidate of each sequence: a candidate fills the question's gap, or follows it."""
     contexts, options = split.column(spec.texts[0]), split.column(spec.options)
     questions = split.column(spec.texts[1]) if len(spec.texts) > 1 else [""] * len(contexts)
-    firsts = [context for context, own in zip(contexts, options, strict=True) for _ in own]
+    firsts = [context for context, candidates in zip(contexts, options, strict=True) for _ in candidates]
     seconds = [
         option
         if not question
         else question.replace("_", option, 1)
         if "_" in question
         else f"{question} {option}"
-        for question, own in zip(questions, options, strict=True)
-        for option in own
+        for question, candidates in zip(questions, options, strict=True)
+        for option in candidates
     ]
     return firsts, seconds

@@ -34,13 +34,13 @@ def evaluate_rows(
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        found = (
+        metrics = (
             _span_metrics(model, rows, recipe)
             if isinstance(rows, SpanExamples)
             else _label_metrics(model, rows, spec, recipe)
         )
     model.train(was_training)
-    return found
+    return metrics
 
 
 def measure_attention(
@@ -92,9 +92,9 @@ def _span_metrics(model: PreTrainedModel, rows: SpanExamples, recipe: FinetuneRe
         order.append(indices)
         collected.append(torch.stack([best[0].double(), best[1].double(), best[2].double()], 1))
     windows = np.concatenate(order)
-    found = torch.cat(collected).cpu()
-    _check_finite(found)
-    scores, starts, ends = found.numpy().T
+    predictions = torch.cat(collected).cpu()
+    _check_finite(predictions)
+    scores, starts, ends = predictions.numpy().T
     texts = rows.texts(windows, starts.astype(np.int64), ends.astype(np.int64))
     best_of: dict[int, tuple[float, int]] = {}
     for index, window in enumerate(windows):

@@ -66,8 +66,8 @@ class FinetuneRecipe:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FinetuneRecipe:
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -87,5 +87,5 @@ _OWN: dict[str, dict[str, Any]] = {
 def recipe_for(task: str | TaskSpec, **changes: Any) -> FinetuneRecipe:
     """The recipe of a task, with changes; a change of None is no change."""
     spec = task if isinstance(task, TaskSpec) else get_task(task)
-    own = FinetuneRecipe(spec.name, **_OWN.get(spec.name, {}))
-    return replace(own, **{name: value for name, value in changes.items() if value is not None})
+    recipe = FinetuneRecipe(spec.name, **_OWN.get(spec.name, {}))
+    return replace(recipe, **{name: value for name, value in changes.items() if value is not None})

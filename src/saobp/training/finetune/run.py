@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from saobp.data.tasks import Task
 from saobp.portable.code import check_portable, weights_of
-from saobp.portable.run_facts import facts_of
+from saobp.portable.run_summary import summarise_run
 from saobp.portable.save import finish_folder
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError, RunFolder
@@ -71,17 +71,17 @@ def finetune(
     intact_folder(model)
     folder = Path(folder)
     spec = task.spec
-    asked = recipe_for(spec) if recipe is None else recipe
-    if asked.task != spec.name:
-        raise ValueError(f"the recipe is for {asked.task}, not for {spec.name}")
+    settings = recipe_for(spec) if recipe is None else recipe
+    if settings.task != spec.name:
+        raise ValueError(f"the recipe is for {settings.task}, not for {spec.name}")
     positions = most_positions(model)
-    if positions is not None and positions < asked.length:
+    if positions is not None and positions < settings.length:
         notify(f"{spec.name}: sequences are cut to the model's {positions} positions")
-        asked = replace(asked, length=positions)
+        settings = replace(settings, length=positions)
     override = None if refinement is None else Refinement.of(refinement)
     if portable:
         check_portable(load_with_head(model, spec, load_tokenizer_of(model), override))
-    session = _Session(model, task, asked, override, keep_model, portable, checkpoint_seconds, notify)
+    session = _Session(model, task, settings, override, keep_model, portable, checkpoint_seconds, notify)
     results: dict[int, dict[str, Any]] = {}
     for seed in chosen:
         results[seed] = session.one(seed_folder(folder, seed), seed, progress)
@@ -144,9 +144,9 @@ class _Session:
             raise
 
     def _check_same(self, run: RunFolder) -> None:
-        asked = {"kind": "finetune", **self.described()}
-        found = run.recipe
-        changed = sorted(name for name in asked if found.get(name) != asked[name])
+        settings = {"kind": "finetune", **self.described()}
+        stored = run.recipe
+        changed = sorted(name for name in settings if stored.get(name) != settings[name])
         data = run.record.get("data", {})
         changed += sorted(f"{name} data" for name in self.data if data.get(name) != self.data[name])
         if changed:
@@ -178,13 +178,13 @@ class _Session:
             **self.task.describe(),
         }
         if self.keep_model:
-            facts = facts_of(run.recipe, run.record, result)
+            summary = summarise_run(run.recipe, run.record, result)
             name = f"{model_name(self.model)} {spec.name}"
             run.save_model(
                 model,
                 tokenizer,
                 weights_of(model),
-                finish=lambda folder: finish_folder(model, folder, name, facts, portable=self.portable),
+                finish=lambda folder: finish_folder(model, folder, name, summary, portable=self.portable),
             )
         run.finish(result, seconds=trainer.seconds)
         return result
@@ -219,13 +219,13 @@ def outcome(lines: Iterable[Mapping[str, Any]], main: str, metrics: Iterable[str
 
 def summarise(results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Aggregate all seeds of a task: means and standard deviations (0 for a single seed)."""
-    kept = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
+    reported = ("best", "last", "best_epoch", "best_metrics", "last_metrics")
     shared = ("partial", "rows", "official_rows", "files", "notes", "truncated")
     first = next(iter(results.values()))
     return {
         "task": first["task"],
         "metric": first["metric"],
-        "seeds": {str(seed): {name: result[name] for name in kept} for seed, result in results.items()},
+        "seeds": {str(seed): {name: result[name] for name in reported} for seed, result in results.items()},
         "best": _spread([result["best"] for result in results.values()]),
         "last": _spread([result["last"] for result in results.values()]),
         **{name: first[name] for name in shared},

@@ -20,13 +20,13 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from saobp.data.tasks import TaskSpec
 from saobp.runs.folder import RunFolder
 from saobp.storage.atomic import reason
+from saobp.training.fast_gradients import FastGradientTrainer, FastZeroGrad
 from saobp.training.fast_layers import no_masks_for_full_rows, temporary_class
 from saobp.training.finetune.examples import Batch, EpochBatches, Examples, LengthBatches
 from saobp.training.finetune.predict import evaluate_rows, measure_attention, uses_bfloat16
 from saobp.training.finetune.recipe import FinetuneRecipe
 from saobp.training.graphed_step import Capture, GraphedStep, capture_on_gpu
 from saobp.training.head_records import MEASURED, health_line, strengths_of
-from saobp.training.lean_steps import LeanTrainer, LeanZeroGrad
 from saobp.transformers.strength_rates import separate_strengths
 
 CHECKPOINT_SECONDS = 60.0
@@ -36,7 +36,7 @@ LOGS_PER_EPOCH = 10
 Progress = Callable[[int, int], None]
 
 
-class TaskTrainer(LeanTrainer):
+class TaskTrainer(FastGradientTrainer):
     """Trains on batches of similar length, scores every epoch, and writes to a run folder."""
 
     def __init__(
@@ -99,13 +99,13 @@ class TaskTrainer(LeanTrainer):
     def train(self, *arguments: Any, **options: Any) -> Any:
         model = self.model
         assert isinstance(model, PreTrainedModel)
-        self.learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if (capture := capture_for(self.args, model)) is not None:
             self._graphed = GraphedStep(
-                self._launched, self.learning, self.notify, capture, eager=self._launched
+                self._launched, self.trainable, self.notify, capture, eager=self._launched
             )
         try:
-            with no_masks_for_full_rows(), temporary_class(model, LeanZeroGrad, learning=self.learning):
+            with no_masks_for_full_rows(), temporary_class(model, FastZeroGrad, trainable=self.trainable):
                 return super().train(*arguments, **options)
         finally:
             self._graphed = None  # and free the memory of its graphs
@@ -162,8 +162,8 @@ class TaskTrainer(LeanTrainer):
                 self._save_rng_state(str(folder))
                 self.state.save_to_json(str(folder / "trainer_state.json"))
         except (OSError, RuntimeError, SafetensorError) as problem:
-            words = reason(problem)
-            self.notify(f"The checkpoint of step {step} could not be written ({words}); the run goes on.")
+            why = reason(problem)
+            self.notify(f"The checkpoint of step {step} could not be written ({why}); the run goes on.")
             gc.collect()
         self.last_checkpoint = time.monotonic()
 

@@ -45,9 +45,9 @@ class CardResult(NamedTuple):
     note: str = ""
 
 
-def checked_results(given: Sequence[Any]) -> tuple[CardResult, ...]:
+def checked_results(results: Sequence[Any]) -> tuple[CardResult, ...]:
     """A caller's numbers for the card, each ``(name, value, (low, high) or None, note)``."""
-    entries = given if isinstance(given, list | tuple) else [given]
+    entries = results if isinstance(results, list | tuple) else [results]
     for entry in entries:
         if not _is_result(entry):
             raise ValueError(
@@ -70,7 +70,7 @@ def _is_result(entry: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSummary:
     """How a model was trained, as rows of a table, what it reached, and all strengths if known."""
 
     training: Mapping[str, str] = field(default_factory=dict)
@@ -78,17 +78,19 @@ class RunFacts:
     strengths: tuple[float, ...] = ()
 
 
-def facts_of_folder(folder: str | PathLike[str]) -> RunFacts:
-    """The facts of a finished run; raises where the folder holds none."""
+def summarise_run_folder(folder: str | PathLike[str]) -> RunSummary:
+    """Summary of a finished run; raises where the folder holds none."""
     path = Path(folder)
     missing = [name for name in (RECIPE, RECORD, RESULT) if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{str(path)!r} is not the folder of a finished run: it has no {missing[0]}")
-    return facts_of(*(read_object(path / name) for name in (RECIPE, RECORD, RESULT)))
+    return summarise_run(*(read_object(path / name) for name in (RECIPE, RECORD, RESULT)))
 
 
-def facts_of(recipe: Mapping[str, Any], record: Mapping[str, Any], result: Mapping[str, Any]) -> RunFacts:
-    """The facts of a run from the contents of its files."""
+def summarise_run(
+    recipe: Mapping[str, Any], record: Mapping[str, Any], result: Mapping[str, Any]
+) -> RunSummary:
+    """Summary of a run from the contents of its files."""
     training = {
         words: str(recipe[name]) for name, words in FIELDS.items() if recipe.get(name) not in (None, "")
     }
@@ -104,8 +106,8 @@ def facts_of(recipe: Mapping[str, Any], record: Mapping[str, Any], result: Mappi
         f"{name} {sums[:12]}" for name, sums in record.get("data", {}).items()
     )
     strengths = tuple(value for layer in result.get("strengths") or () for value in layer)
-    known = {name: words for name, words in training.items() if words}
-    return RunFacts(known, (*_results(result),), strengths)
+    recorded = {name: words for name, words in training.items() if words}
+    return RunSummary(recorded, (*_results(result),), strengths)
 
 
 def _results(result: Mapping[str, Any]) -> list[CardResult]:

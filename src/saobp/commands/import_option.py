@@ -21,7 +21,7 @@ Imports = Annotated[
 ]
 
 
-def import_own(names: Sequence[str] | None) -> None:
+def import_user_code(names: Sequence[str] | None) -> None:
     """Import files that end in ``.py``, and modules by name; problems become one sentence."""
     for name in names or ():
         if name.endswith(".py") and not Path(name).is_file():

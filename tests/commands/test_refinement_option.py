@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import saobp
 from saobp.cli import app
-from saobp.commands.asked_refinement import asked_refinement
+from saobp.commands.refinement_option import parse_refinement_option
 from saobp.refinement import Refinement
 
 
@@ -41,7 +41,7 @@ saobp.register_factor("unweighted", Unweighted())
 )
 def test_fields_without_effect(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        asked_refinement(text)
+        parse_refinement_option(text)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_fields_without_effect(text: str, sentence: str) -> None:
     ["none", "none+temperature", "temperature", "high", "low:learned,steps=2,damping=0.3", "elemmul,steps=2"],
 )
 def test_fields_with_effect(text: str) -> None:
-    assert asked_refinement(text) == Refinement.parse(text)
+    assert parse_refinement_option(text) == Refinement.parse(text)
 
 
 @pytest.mark.parametrize(

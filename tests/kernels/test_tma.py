@@ -1,4 +1,4 @@
-"""Tiles that a GPU's copy engine fetches are those that threads would load: the same results bit by bit."""
+"""Tiles that TMA fetches are those that threads would load: the same results bit by bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_results_do_not_depend_on_who_fetches(
     refinement = saobp.Refinement("high-listing" if how == "listing" else "high", 0.2)
     found = []
     for least in (1 << 60, 0):
-        monkeypatch.setattr(dispatch, "COPIED_FROM", least)
+        monkeypatch.setattr(dispatch, "TMA_MIN_ENTRIES", least)
         clear_plans()
         torch.manual_seed(3)
         found.append(saobp.attention(query, key, value, refinement, backend="fused", **options))
@@ -66,7 +66,7 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
     blocks = {name: causal_launch.FETCHED.get(name, causal_launch.TILES[name]) for name in sweeps}
     monkeypatch.setattr(causal_launch, "FETCHED", blocks)
     monkeypatch.setattr(causal_launch, "SPAN", 128 if how == "spans" else 8192)
-    monkeypatch.setattr(dispatch, "STORED_UP_TO", 0)  # short rows have another backward pass
+    monkeypatch.setattr(dispatch, "STORED_MAX_LENGTH", 0)  # short rows have another backward pass
     made: list[tuple[int, ...]] = []
     describe = TileDescriptor.of
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
     gradient = states(heads, length, dtype, batch=batch)
     found = []
     for least in (1 << 60, 0):
-        monkeypatch.setattr(dispatch, "COPIED_FROM", least)
+        monkeypatch.setattr(dispatch, "TMA_MIN_ENTRIES", least)
         clear_plans()
         assert not made
         torch.manual_seed(3)
@@ -99,12 +99,12 @@ def test_strict_causal_results_do_not_depend_on_who_fetches(
         assert torch.equal(one, other)
 
 
-def test_what_the_copy_engine_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "COPIED_FROM", 0)
+def test_what_tma_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "TMA_MIN_ENTRIES", 0)
 
     def fits(one: Tensor) -> bool:
         spec = spec_of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18)
-        return kernels_for("long", spec, one).copy_engine
+        return kernels_for("long", spec, one).tma
 
     good = states(2, 256)
     assert fits(good)
