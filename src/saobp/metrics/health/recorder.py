@@ -71,6 +71,8 @@ class Recorder:
         self.across = CROSS_LAYER in statistics
         alone = isinstance(statistics, str)  # refused below
         wanted = statistics if alone else [name for name in statistics if name != CROSS_LAYER]
+        if self.across and not wanted:
+            raise ValueError(f"{CROSS_LAYER} is measured beside others: name one more, such as gtd")
         self.statistics = checked_statistics(method, wanted, ("auto", "exact", "sampled"))
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
