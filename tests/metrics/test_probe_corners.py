@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import BartConfig, BartModel
@@ -91,6 +94,21 @@ def test_flex_attention_is_measured_like_any_other(family: str, observer) -> Non
         found.append([head.values for head in health.heads()])
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("observer", [saobp.probe, saobp.watch])
+def test_a_copy_made_meanwhile_is_not_measured(observer) -> None:  # type: ignore[no-untyped-def]
+    """As an average of the weights is; it keeps the hooks of the model for good."""
+    model, batch = tiny_model("bert"), tiny_batch()
+    with torch.no_grad(), observer(model) as health:
+        model(**batch)
+        other = copy.deepcopy(model)
+        hooks = next(iter(other._forward_pre_hooks.values())).__self__
+        with record_attention(other) as recorded:
+            other(**batch)
+    assert hooks.measuring is nullcontext
+    assert health.forwards == 1
+    assert all(len(rows) == 1 for rows in recorded.values())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mistral"])

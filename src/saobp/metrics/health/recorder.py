@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -230,6 +230,10 @@ class ForwardHooks:
     def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:
         self.measuring, self.every, self.seen = measuring, every, 0
         self._open: list[ExitStack] = []
+
+    def __deepcopy__(self, _: object) -> ForwardHooks:
+        """Hooks that do nothing: a copy of the model made meanwhile, which keeps them, is not measured."""
+        return ForwardHooks(nullcontext, 1)
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
