@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from saobp.arguments import BoundedStrength
-from saobp.functional import checked_call
+from saobp.functional import attention, checked_call
 from saobp.kernels.call_spec import CallSpec, CallTensors
 from saobp.kernels.calls import Path
 from saobp.kernels.dispatch import numbers_of, select
@@ -45,12 +46,18 @@ def explain(first: Tensor | nn.Module, *others: Any, **options: Any) -> Path | M
     token ids, and says the same of every attention layer.
     """
     if isinstance(first, nn.Module):
-        if not others and "inputs" not in options:
-            raise TypeError("a model's paths depend on its inputs: saobp.explain(model, inputs)")
+        if len(others) + len(options) != 1 or not set(options) <= {"inputs"}:
+            raise TypeError(
+                "a model's paths depend on its inputs: saobp.explain(model, inputs), one mapping or tensor"
+            )
         return explain_model(first, *others, **options)
     if not isinstance(first, Tensor):
         what = "what saobp.attention takes, beginning with a query, or a model and its inputs"
         raise TypeError(f"explain takes {what}, not {first!r}")
+    try:
+        signature(attention).bind(first, *others, **options)
+    except TypeError as problem:
+        raise TypeError(f"explain takes the arguments of saobp.attention: {problem}") from None
     return explain_call(first, *others, **options)
 
 

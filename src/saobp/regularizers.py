@@ -101,10 +101,13 @@ class EntropyReg(Regularizer):
         self._watcher: Watcher | None = None
 
     def attach(self, model: nn.Module) -> None:
-        if len(self.threshold_bias):
+        if self._watcher is not None and self._watcher.model is model:
             return
-        modules = attention_modules(model)
-        for _, module in modules[:1] if self.reduction == "released" else modules:
+        modules = attention_modules(model)[: 1 if self.reduction == "released" else None]
+        if len(self.threshold_bias):
+            _check_same_heads([len(one) for one in self.threshold_bias], [one for _, one in modules])
+            return
+        for _, module in modules:
             like = next(module.parameters())
             start = torch.full((head_count(module),), self.threshold, device=like.device)
             self.threshold_bias.append(nn.Parameter(start, requires_grad=self.learned))
@@ -132,7 +135,8 @@ class EntropyReg(Regularizer):
             )
         if torch.is_grad_enabled() and not any(call.query.requires_grad for call in calls):
             raise ValueError(
-                "the attention calls carry no gradient: with gradient checkpointing, set use_reentrant=False"
+                "the attention calls carry no gradient: run the model without torch.no_grad(), and with "
+                "gradient checkpointing set use_reentrant=False"
             )
         penalties = [
             checkpoint(
@@ -204,8 +208,10 @@ class EigenReg(Regularizer):
     def attach(self, model: nn.Module) -> None:
         if self._models_seen and self._models_seen[0] is model:
             return
-        self._models_seen[:] = [model]
         modules = [module for _, module in attention_modules(model)]
+        if self._buffers:
+            _check_same_heads([len(one) for one in self.buffers()], modules)
+        self._models_seen[:] = [model]
         self._modules_seen[:] = modules
         for index, module in enumerate(modules):
             if f"mean_{index}" not in self._buffers:
@@ -247,6 +253,16 @@ class EigenReg(Regularizer):
             pull = _pull(query.detach(), key.detach())
             held = pull * (trace - trace.detach())
             return trace / number, square / number, held / number
+
+
+def _check_same_heads(known: list[int], modules: list[nn.Module]) -> None:
+    """Raises if a penalty made for layers with so many heads each is given a model of another shape."""
+    heads = [head_count(module) for module in modules]
+    if heads != known:
+        raise ValueError(
+            f"this penalty was attached to a model whose layers have {known} heads, and this "
+            f"one's have {heads}: make another for it"
+        )
 
 
 PENALTIES: dict[str, type[Regularizer]] = {"entropy": EntropyReg, "eigen": EigenReg}

@@ -258,6 +258,8 @@ def test_wrong_input_gets_one_clear_sentence(folders: dict[str, Path], text: Pat
         ((bert, "--text", text, "--dataset", "x"), "not by both"),
         ((bert, "--text", text, "--length", 99), "at most 64"),
         ((bert, "--text", text, "--method", "guess"), "method must be"),
+        ((bert, "--text", text, "--method", "guess", "--full"), "method must be"),
+        ((bert, "--text", text, "--method", "sampled", "--full"), "--full needs whole maps"),
         ((bert, "--text", text, "--compare", tmp_path / "nowhere"), "there is no model folder"),
         ((bert, "--text", text, "--compare", "hgih:0.2"), "unknown factor 'hgih'"),
     ]

@@ -250,6 +250,7 @@ def test_wrong_input_gets_a_clear_sentence() -> None:
         ({"method": "guess"}, "'auto' or 'exact' or 'sampled', not 'guess'"),
         ({"beta": "a"}, "beta must be a number above 0"),
         ({"statistics": ["gtd", "cross_layer_gtd"], "method": "sampled"}, "no sampled form"),
+        ({"statistics": ["cross_layer_gtd"]}, "cross_layer_gtd is measured beside others"),
     ):
         with pytest.raises(ValueError, match=words), saobp.probe(model, **options):
             pass

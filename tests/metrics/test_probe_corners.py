@@ -1,6 +1,9 @@
-"""The probe where batches are padding alone, models have two stacks, or processes met layers in turn."""
+"""The probe and padding alone, two stacks of layers, flex attention, or processes that met layers in turn."""
 
 from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -75,6 +78,37 @@ def test_processes_that_met_layers_in_another_order_reduce_alike(monkeypatch: py
         assert list(total.layers) == list(order)
         assert all(torch.equal(total.values("gtd")[name], health.values("gtd")[name]) for name in order)
     assert torch.equal(*sent)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("observer", [saobp.probe, saobp.watch])
+@pytest.mark.parametrize("family", ["bert", "llama", "mistral"])
+def test_flex_attention_is_measured_like_any_other(family: str, observer) -> None:  # type: ignore[no-untyped-def]
+    """Its masks are functions; the window of mistral is in them."""
+    batch = tiny_batch(batch=3, side="left" if family in DECODERS else "right")
+    found = []
+    for implementation in ("sdpa", "flex_attention"):
+        model = tiny_model(family, attn_implementation=implementation)
+        with torch.no_grad(), observer(model) as health:
+            model(**batch)
+        found.append([head.values for head in health.heads()])
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("observer", [saobp.probe, saobp.watch])
+def test_a_copy_made_meanwhile_is_not_measured(observer) -> None:  # type: ignore[no-untyped-def]
+    """As an average of the weights is; it keeps the hooks of the model for good."""
+    model, batch = tiny_model("bert"), tiny_batch()
+    with torch.no_grad(), observer(model) as health:
+        model(**batch)
+        other = copy.deepcopy(model)
+        hooks = next(iter(other._forward_pre_hooks.values())).__self__
+        with record_attention(other) as recorded:
+            other(**batch)
+    assert hooks.measuring is nullcontext
+    assert health.forwards == 1
+    assert all(len(rows) == 1 for rows in recorded.values())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mistral"])

@@ -13,7 +13,7 @@ from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.operators.fused import operator_for
 from saobp.metrics.operators.plain import ROW_STEPS, PlainOperator
 from saobp.metrics.query_key_statistics import STATES_HELD, SUMS_HELD, even_slices
-from saobp.metrics.sampling import SAMPLED, Sampling, balanced_signs, draw_rows, exact_estimate
+from saobp.metrics.sampling import SAMPLED, Sampling, balanced_signs, exact_estimate
 
 REFINEMENTS = {
     "plain": Refinement("none"),
@@ -295,13 +295,6 @@ def test_balanced_signs_span_everything_but_the_constant(tokens: int) -> None:
     moments = scale * signs @ signs.T / signs.shape[1]
     projection = torch.eye(tokens) - 1 / tokens
     torch.testing.assert_close(moments, projection, atol=0.03, rtol=0)
-
-
-def test_rows_are_drawn_once_each_and_weighted_by_their_stretch() -> None:
-    for tokens in (9, 64, 65, 1000):
-        drawn = draw_rows(tokens, 64, torch.Generator().manual_seed(1))
-        assert len(set(drawn.positions.tolist())) == len(drawn.positions) == min(tokens, 64)
-        assert float(drawn.mean(torch.ones(len(drawn.positions))).value) == pytest.approx(1)
 
 
 def test_memory_is_linear_in_length() -> None:

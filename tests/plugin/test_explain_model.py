@@ -76,3 +76,15 @@ def test_a_plain_model_and_what_is_no_model():
 def test_a_model_without_inputs_is_refused():
     with pytest.raises(TypeError, match=r"depend on its inputs: saobp\.explain\(model, inputs\)"):
         saobp.explain(tiny_model("bert"))
+    ids = tiny_batch()["input_ids"]
+    for arguments, options in (((ids, ids), {}), ((), {"input_ids": ids})):
+        with pytest.raises(TypeError, match="one mapping or tensor"):
+            saobp.explain(tiny_model("bert"), *arguments, **options)
+
+
+def test_arguments_that_attention_does_not_take_are_refused():
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(TypeError, match=r"arguments of saobp\.attention: missing .*'value'"):
+        saobp.explain(states, states)
+    with pytest.raises(TypeError, match=r"arguments of saobp\.attention: .*unexpected .*'causal'"):
+        saobp.explain(states, states, states, "high:0.2", causal=True)

@@ -342,3 +342,21 @@ def test_refusals() -> None:
     del module.query
     with pytest.raises(ValueError, match="no query and key weights under a name that saobp knows"):
         EigenReg().attach(strange)
+
+
+@pytest.mark.parametrize("kind", [EntropyReg, EigenReg])
+def test_a_model_of_another_shape_is_refused(kind: type[EntropyReg | EigenReg]) -> None:
+    penalty = kind()
+    penalty.attach(tiny_model("llama"))
+    penalty.attach(tiny_model("llama"))
+    for change in ({"num_attention_heads": 2, "num_key_value_heads": 2}, {"num_hidden_layers": 3}):
+        with pytest.raises(ValueError, match=r"whose layers have .* heads, and this one's"):
+            penalty.attach(tiny_model("llama", **change))
+
+
+def test_a_forward_without_gradients_is_refused() -> None:
+    model, penalty = tiny_model("bert"), EntropyReg()
+    with penalty.watch(model), torch.no_grad():
+        model(**tiny_batch())
+    with pytest.raises(ValueError, match=r"without torch\.no_grad"):
+        penalty.penalty()

@@ -92,6 +92,8 @@ def diagnose(
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
             )
+        if full and method == "sampled":
+            raise ValueError("--full needs whole maps, which --method sampled does not form: leave one out")
         import_user_code(imports)
         from saobp.metrics.diagnosis.loading import EXAMPLE, EXAMPLE_TEXT, dataset_texts, read_texts
 
@@ -178,7 +180,7 @@ def _diagnoses(
                     texts,
                     subject=subject,
                     statistics=statistics,
-                    method="exact" if full else method,
+                    method="exact" if full and method == "auto" else method,
                     length=length,
                     batch_size=batch_size,
                     progress=advance,

@@ -140,7 +140,8 @@ def _sampled(
         draws, parts = Draws.of(tokens, sampling, generator, text.causal), []
         dtype = _at_least_bfloat16_range(text.query[:0]).dtype
         bytes_per_entry = STATES_HELD * dtype.itemsize + SUMS_HELD * max(4, dtype.itemsize)
-        for _, some in blocks(1, text.query.shape[1], bytes_per_entry * tokens * max(sampling.probes, dim)):
+        channels = max(sampling.probes, len(draws.rows.positions), dim)
+        for _, some in blocks(1, text.query.shape[1], bytes_per_entry * tokens * channels):
             part = text.select(slice(0, 1), some)
             query, key = _at_least_bfloat16_range(part.query[0]), _at_least_bfloat16_range(part.key[0])
             operator = operator_for(query, key, part.refinement, part.strength, part.mask(), scale=part.scale)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -262,6 +263,8 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
         states = apply_variants(module, *states)
     query, key, value = states
     mask, sequences, lengths = arguments.get("attention_mask"), None, options.get("cu_seq_lens_q")
+    if implementation == "flex_attention" and mask is not None and not isinstance(mask, Tensor):
+        mask = _as_tensor(mask, query, key)
     if implementation == IMPLEMENTATION and are_sequences(mask):
         mask, sequences = None, mask
     elif lengths is not None and (implementation == IMPLEMENTATION or "flash" in implementation):
@@ -291,3 +294,16 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
                 sequences=sequences,
             )
         )
+
+
+_dense: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+
+
+def _as_tensor(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Flex attention's BlockMask as bool ``[batch, 1, queries, keys]``, once for all layers that share it."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    if mask not in _dense:
+        lengths = query.shape[-2], key.shape[-2]
+        _dense[mask] = create_mask(mask.mask_mod, query.shape[0], 1, *lengths, query.device)
+    return _dense[mask]

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -71,6 +71,8 @@ class Recorder:
         self.across = CROSS_LAYER in statistics
         alone = isinstance(statistics, str)  # refused below
         wanted = statistics if alone else [name for name in statistics if name != CROSS_LAYER]
+        if self.across and not wanted:
+            raise ValueError(f"{CROSS_LAYER} is measured beside others: name one more, such as gtd")
         self.statistics = checked_statistics(method, wanted, ("auto", "exact", "sampled"))
         if self.across and method == "sampled":
             raise ValueError(f"{CROSS_LAYER} has no sampled form: use method 'exact' or 'auto'")
@@ -233,6 +235,10 @@ class ForwardHooks:
     def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:
         self.measuring, self.every, self.seen = measuring, every, 0
         self._open: list[ExitStack] = []
+
+    def __deepcopy__(self, _: object) -> ForwardHooks:
+        """Hooks that do nothing: a copy of the model made meanwhile, which keeps them, is not measured."""
+        return ForwardHooks(nullcontext, 1)
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
