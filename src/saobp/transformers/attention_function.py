@@ -77,9 +77,12 @@ def saobp_attention(
         own.call.messages = None
         if is_causal is None:
             is_causal = True  # the pre-hook gives a cache layer to causal modules only
+        if not messages.stale:
+            messages = None  # the keys of this call went to another layer of the cache
     causal = is_causal_call(module, is_causal)
     queries, keys = query.shape[-2], key.shape[-2]
-    _check_lengths(refinement, queries, keys, causal, messages)
+    if messages is None:
+        _check_lengths(module, own, refinement, queries, keys, causal)
     if not causal:
         messages = None  # its layer stays stale, so the next call raises
     lengths = kwargs.get("cu_seq_lens_q")
@@ -256,20 +259,29 @@ def unknown_argument(kwargs: dict[str, Any]) -> str | None:
 
 
 def _check_lengths(
-    refinement: Refinement, queries: int, keys: int, causal: bool, messages: MessageCacheLayer | None
+    module: nn.Module,
+    own: LayerRefinement | None,
+    refinement: Refinement,
+    queries: int,
+    keys: int,
+    causal: bool,
 ) -> None:
-    if queries == keys or messages is not None:
-        return
+    """Raises for rows that need messages of earlier rows, which a call without a cache layer lacks."""
     factor = get_factor(refinement.factor)
-    if factor is None or not factor.remembers:
+    if queries == keys or factor is None or not factor.remembers:
         return
-    if causal and not isinstance(factor, Similarity):
+    if not causal or isinstance(factor, Similarity):
         raise ValueError(
-            f"{queries} queries and {keys} keys lack the messages of the earlier rows: decode with a model "
-            "from saobp.load(path, AutoClass) or saobp.apply(model, refinement), whose cache carries them, "
-            "or generate with use_cache=False"
+            f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
+            "self-attention over one whole sequence, not cross-attention"
+        )
+    lacks = f"{queries} queries and {keys} keys lack the messages of the earlier rows: "
+    if own is not None:
+        raise ValueError(
+            f"{lacks}{type(module).__name__} keeps no keys of its own in the cache, or attends to them more "
+            "than once in a forward pass, so generate with use_cache=False"
         )
     raise ValueError(
-        f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
-        "self-attention over one whole sequence, not cross-attention"
+        f"{lacks}decode with a model from saobp.load(path, AutoClass) or saobp.apply(model, refinement), "
+        "whose cache carries them, or generate with use_cache=False"
     )
