@@ -7,6 +7,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DebertaV2Config,
@@ -94,6 +96,13 @@ def bert_with_cross_attention():
 def test_cross_attention(make):
     with pytest.raises(ValueError, match="cross-attention"):
         saobp.apply(make(), "high:0.5")
+
+
+def test_a_decoder_that_says_it_is_not_causal():
+    width = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = saobp.apply(BigBirdPegasusForCausalLM(BigBirdPegasusConfig(vocab_size=64, **width)), "high:0.5")
+    with pytest.raises(ValueError, match=r"BigBirdPegasusDecoderAttention .* not causal"):
+        model(tiny_batch()["input_ids"], use_cache=False)
 
 
 def test_cross_attention_reached_without_apply():
