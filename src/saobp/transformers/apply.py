@@ -62,9 +62,9 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
         warn_of_strength(refinement, parameters)
     owns = build(modules, refinement)
     before = dict(attached(model))
-    for (name, _), own in zip(modules, owns, strict=True):
+    for layer, (name, _) in enumerate(modules):
         if name in before and before[name].refinement == refinement:
-            own.load_state_dict(before[name].state_dict())
+            owns[layer] = before[name]  # its parameters may be in an optimiser
     _detach(model)
     separate_configs(model)
     attach(modules, owns)
