@@ -44,6 +44,19 @@ def test_remove_of_a_plain_model_does_nothing():
     assert fingerprint(saobp.remove(model)) == before
 
 
+@pytest.mark.parametrize("applied", [["part", "whole"], ["whole", "part"], ["whole"], ["part"]])
+@pytest.mark.parametrize("removed", ["part", "whole"])
+def test_whatever_of_whole_and_part_is_refined_is_removed_with_either(applied, removed):
+    model, batch = tiny_model("bert"), tiny_batch()
+    before = model(**batch).logits
+    chosen = {"whole": model, "part": model.bert}
+    for name in applied:
+        saobp.apply(chosen[name], "high:0.5")
+    assert not torch.equal(model(**batch).logits, before)
+    saobp.remove(chosen[removed])
+    assert torch.equal(model(**batch).logits, before)
+
+
 def test_applying_twice_replaces():
     model, batch = tiny_model("bert"), tiny_batch()
     expected = logits(saobp.apply(model, "low:0.4"), batch)
