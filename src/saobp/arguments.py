@@ -109,7 +109,7 @@ def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.layout is not torch.strided or query.is_nested:
+    if any(states.layout is not torch.strided or states.is_nested for states in (query, key, value)):
         raise ValueError("query, key and value must be dense tensors, neither sparse nor nested")
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
