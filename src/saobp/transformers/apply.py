@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import get_factor, has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
+from saobp.transformers.adapters import warn_of_earlier_adapter
 from saobp.transformers.layer_refinement import (
     ATTACHED,
     IMPLEMENTATION,
@@ -69,6 +70,7 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     separate_configs(model)
     attach(modules, owns)
     switch_on(model, modules, refinement)
+    warn_of_earlier_adapter(model)
     return model
 
 
