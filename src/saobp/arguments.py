@@ -258,7 +258,7 @@ def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: 
     sentence = (
         "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
         "would receive messages about tokens hidden from them: pass is_causal=True, or a mask that is "
-        "symmetric"
+        "symmetric; in a model, is_causal is an attribute of each attention module"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(two_way, sentence)

@@ -123,13 +123,13 @@ def graph_of(
         return build_graph(queries, keys, refinement, mask, causal, query.device, window=window), None
     graph, bias = read_mask(mask, queries, keys, causal=strict)
     if not causal:
-        check_users_mask(mask, graph, queries, refinement)
+        check_two_way(graph, queries, refinement)
     return graph, bias
 
 
-def check_users_mask(mask: Tensor, graph: FactorGraph, queries: int, refinement: Refinement) -> None:
-    """Raises if a user's 4-D mask of a bidirectional model is not symmetric; ours, int8, always is."""
-    if mask.dtype != torch.int8 and graph.visible is not None and graph.visible.shape[-1] == queries:
+def check_two_way(graph: FactorGraph, queries: int, refinement: Refinement) -> None:
+    """Raises if a 4-D mask of attention without causality hides one way: a user's, or PaliGemma's own."""
+    if graph.visible is not None and graph.visible.shape[-1] == queries:
         check_symmetric_mask(graph, refinement, is_causal=False)
 
 
