@@ -109,7 +109,7 @@ def under_autocast(*states: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.layout is not torch.strided or query.is_nested:
+    if any(states.layout is not torch.strided or states.is_nested for states in (query, key, value)):
         raise ValueError("query, key and value must be dense tensors, neither sparse nor nested")
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
@@ -258,7 +258,7 @@ def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: 
     sentence = (
         "attn_mask lets one row see another's token but not the reverse, as a causal mask does, so rows "
         "would receive messages about tokens hidden from them: pass is_causal=True, or a mask that is "
-        "symmetric"
+        "symmetric; in a model, is_causal is an attribute of each attention module"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(two_way, sentence)

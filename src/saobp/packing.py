@@ -107,7 +107,7 @@ def attention_packed(
     if key.shape[0] != total:
         raise ValueError(f"packed query and key must have the same tokens, not {total} and {key.shape[0]}")
     _check_lengths(cu_seqlens, max_seqlen, query)
-    strength, strongest = read_strength(refinement, strength, query.shape[1], query.device)
+    strength, strongest = read_strength(refinement, strength, query.shape[1], query.device, by_step=True)
     warn_of_leak(refinement, is_causal)
     longest = total if max_seqlen is None else min(max_seqlen, total)
     call = Call.of(

@@ -118,6 +118,20 @@ def test_causal_sequences_equal_each_alone(factor: str, lengths: tuple[int, ...]
     assert_as_alone(out, states, refinement, places, causal=True)
 
 
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_steps_may_have_their_own_strengths(backend: str) -> None:
+    places = places_of(LENGTHS)
+    query, key, value, *_ = packed_states(sum(LENGTHS), torch.float32, key_heads=1)
+    by_step = torch.linspace(0.1, 0.6, 2 * HEADS, device=DEVICE).view(2, HEADS)
+    out = saobp.attention_packed(
+        query, key, value, "high:0.2,steps=3", places, strength=by_step, backend=backend
+    )
+    for start, stop in pairwise(places.tolist()):
+        own = (states[start:stop].transpose(0, 1)[None] for states in (query, key, value))
+        expected = saobp.attention(*own, "high:0.2,steps=3", strength=by_step, backend="reference")
+        torch.testing.assert_close(out[start:stop], expected[0].transpose(0, 1), rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("factor", ["none", "high", "low-listing", "elemmul", "elemmul-prior"])
 def test_reference_unpacks_to_the_same_numbers(factor: str, causal: bool) -> None:

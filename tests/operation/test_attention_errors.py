@@ -65,6 +65,10 @@ def attend(**changes: Any) -> None:
         ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
         ({"query": states(2, 4, 5, 8).to_sparse()}, "must be dense tensors, neither sparse nor nested"),
         (
+            {"key": torch.nested.nested_tensor([states(2, 5, 8)] * 2, layout=torch.jagged)},
+            "must be dense tensors, neither sparse nor nested",
+        ),
+        (
             {name: states(2, 2, 5, 8, dtype=torch.float8_e4m3fn) for name in ("query", "key", "value")},
             "must share one floating-point type, not torch.float8_e4m3fn, torch.float8_e4m3fn",
         ),

@@ -281,6 +281,12 @@ def test_what_cannot_be_is_said() -> None:
         *(module, x, x, x),
         key_padding_mask=PADDING.long(),
     )
+    sentence = "attn_mask must be bool (True hides) or floating point, not torch.int64"
+    square = torch.zeros(LENGTH, LENGTH)
+    refused(sentence, module, x, x, x, attn_mask=square.long())
+    sentence = f"attn_mask must have shape ({LENGTH}, {LENGTH}) or"
+    refused(sentence, module, x, x, x, attn_mask=square[1:])
+    refused(sentence, module, x, x, x, attn_mask=square.expand(BATCH + 1, -1, -1))
     refused("leave add_bias_kv, add_zero_attn", saobp.nn.MultiheadAttention, WIDTH, HEADS, add_bias_kv=True)
     refused("leave add_bias_kv, add_zero_attn", saobp.nn.MultiheadAttention, WIDTH, HEADS, kdim=8)
     refused("embed_dim must be a multiple of num_heads, not 16 and 3", saobp.nn.SelfAttention, WIDTH, 3)

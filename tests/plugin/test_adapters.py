@@ -92,6 +92,15 @@ def test_an_adapter_of_a_refined_model_warns_on_a_plain_one(refinement, tmp_path
     torch.testing.assert_close(logits(again, batch), expected)
 
 
+def test_strengths_that_come_after_the_adapter_are_not_saved_with_it(recwarn):
+    config = peft.LoraConfig(target_modules=TARGETS["llama"])
+    base = peft.get_peft_model(tiny_model("llama"), config).get_base_model()
+    saobp.apply(base, "high:0.7")
+    assert not [one for one in recwarn if "saobp" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"does not save learned strengths: call saobp.apply on the base"):
+        saobp.apply(base, "high:learned")
+
+
 def test_an_adapter_of_a_plain_model_is_left_alone():
     config = peft.LoraConfig(r=2, target_modules=TARGETS["bert"])
     peft.get_peft_model(tiny_model("bert"), config)

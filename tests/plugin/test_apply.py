@@ -44,6 +44,19 @@ def test_remove_of_a_plain_model_does_nothing():
     assert fingerprint(saobp.remove(model)) == before
 
 
+@pytest.mark.parametrize("applied", [["part", "whole"], ["whole", "part"], ["whole"], ["part"]])
+@pytest.mark.parametrize("removed", ["part", "whole"])
+def test_whatever_of_whole_and_part_is_refined_is_removed_with_either(applied, removed):
+    model, batch = tiny_model("bert"), tiny_batch()
+    before = model(**batch).logits
+    chosen = {"whole": model, "part": model.bert}
+    for name in applied:
+        saobp.apply(chosen[name], "high:0.5")
+    assert not torch.equal(model(**batch).logits, before)
+    saobp.remove(chosen[removed])
+    assert torch.equal(model(**batch).logits, before)
+
+
 def test_applying_twice_replaces():
     model, batch = tiny_model("bert"), tiny_batch()
     expected = logits(saobp.apply(model, "low:0.4"), batch)
@@ -188,8 +201,9 @@ def test_the_same_refinement_again_keeps_what_was_learned() -> None:
     with torch.no_grad():
         for number, one in enumerate(strength_parameters(model)):
             one.fill_(0.1 + number)
-    learned = [one.tolist() for one in strength_parameters(model)]
+    learned = strength_parameters(model)
     saobp.apply(model, "high:learned+temperature")
-    assert [one.tolist() for one in strength_parameters(model)] == learned
+    assert len(learned) == 4
+    assert all(one is other for one, other in zip(strength_parameters(model), learned, strict=True))
     saobp.apply(model, "low:learned+temperature")
     assert not any(one.any() for one in strength_parameters(model))

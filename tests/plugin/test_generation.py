@@ -335,6 +335,38 @@ def test_a_cache_that_another_attention_went_on_with_is_refused():
         piece(model, ids, mask, cache, 7, 8)
 
 
+class ShiftedCache(DynamicCache):
+    """Keys go to another layer than the module's, as in models that repeat or share their layers."""
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        return super().update(keys, values, layer_idx + 2, *args, **kwargs)
+
+
+@pytest.mark.parametrize("refinement", [STRONG, "low,strength=0.4,steps=3"])
+def test_keys_in_another_layer_of_the_cache_are_refused(refinement):
+    model, (ids, mask) = saobp.apply(tiny_model("llama"), refinement), prompt()
+    cache = ShiftedCache()
+    first = piece(model, ids, mask, cache, 0, 5)
+    torch.testing.assert_close(first, whole(model, ids, mask)[:, :5], **ROUNDING)
+    with pytest.raises(ValueError, match=r"no keys of its own .* use_cache=False"):
+        piece(model, ids, mask, cache, 5, 6)
+
+
+def test_layers_that_read_the_keys_of_others_are_refused():
+    class FirstLayerOnly(DynamicCache):
+        def update(self, keys, values, layer_idx, *args, **kwargs):
+            if layer_idx == 0:
+                return super().update(keys, values, 0, *args, **kwargs)
+            return self.layers[0].keys, self.layers[0].values
+
+    model, (ids, mask) = saobp.apply(tiny_model("llama"), STRONG), prompt()
+    cache = FirstLayerOnly(config=model.config)
+    del cache.layers[1]
+    piece(model, ids, mask, cache, 0, 5)
+    with pytest.raises(ValueError, match=r"no keys of its own .* use_cache=False"):
+        piece(model, ids, mask, cache, 5, 6)
+
+
 def test_another_attention_may_generate_while_a_refinement_is_attached():
     model, (ids, mask) = tiny_model("llama"), prompt()
     expected = generated(model, ids, mask, do_sample=False)

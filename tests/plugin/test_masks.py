@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DogeConfig, DogeForCausalLM
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
@@ -150,3 +151,17 @@ def test_padding_does_not_change_which_rows_send(family, side):
         padded = model(**batch, **positions).logits[1, real]
         alone = model(batch["input_ids"][1:, real]).logits[0]
     torch.testing.assert_close(padded, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_that_changes_its_mask_sees_no_padding():
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = DogeForCausalLM(DogeConfig(**shape, **heads, initializer_range=0.3)).eval()
+    ids, mask = tiny_batch(side="left").values()
+    real = mask.bool()
+    plain = logits(model, ids, mask)
+    saobp.apply(model, "high:0")
+    torch.testing.assert_close(logits(model, ids, mask)[real], plain[real], **ROUNDING)
+    saobp.apply(model, "high:0.7")
+    other = logits(model, ids.masked_fill(~real, 7), mask)
+    torch.testing.assert_close(logits(model, ids, mask)[real], other[real], **ROUNDING)

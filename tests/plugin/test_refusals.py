@@ -7,6 +7,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DebertaV2Config,
@@ -17,12 +19,15 @@ from transformers import (
     GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
 
 import saobp
 from saobp.testing.tiny_models import tiny_batch, tiny_model
+from saobp.transformers import attention_modules
 from saobp.transformers.layer_refinement import named_refinements
 
 SHAPE = {
@@ -94,6 +99,36 @@ def bert_with_cross_attention():
 def test_cross_attention(make):
     with pytest.raises(ValueError, match="cross-attention"):
         saobp.apply(make(), "high:0.5")
+
+
+def test_a_decoder_that_says_it_is_not_causal():
+    width = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = saobp.apply(BigBirdPegasusForCausalLM(BigBirdPegasusConfig(vocab_size=64, **width)), "high:0.5")
+    with pytest.raises(ValueError, match=r"BigBirdPegasusDecoderAttention .* not causal"):
+        model(tiny_batch()["input_ids"], use_cache=False)
+
+
+def test_a_causal_mask_of_a_model_that_says_it_is_not_causal():
+    """PaliGemma: a prefix sees itself both ways, an answer what is before it; is_causal is False."""
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 8, "patch_size": 4}
+    text = {**DECODER, "model_type": "gemma"}
+    config = PaliGemmaConfig(
+        vision_config={**SHAPE, **vision}, text_config=text, image_token_index=63, projection_dim=32
+    )
+    model = PaliGemmaForConditionalGeneration(config).train()
+    inputs = tiny_batch()
+    inputs["token_type_ids"] = (torch.arange(9) > 4).long().expand(2, -1)
+    saobp.apply(model, "high:0.5")
+    with pytest.raises(ValueError, match=r"not the reverse.*is_causal is an attribute"):
+        model(**inputs, labels=inputs["input_ids"])
+    for _, module in attention_modules(model.model.language_model):
+        module.is_causal = True
+    changed = inputs["input_ids"].clone()
+    changed[:, 7:] = 5
+    first, second = (
+        model(**{**inputs, "input_ids": ids}, labels=ids).logits for ids in (inputs["input_ids"], changed)
+    )
+    torch.testing.assert_close(first[:, :7], second[:, :7])
 
 
 def test_cross_attention_reached_without_apply():

@@ -90,6 +90,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if width != self.embed_dim:
             raise ValueError(f"query must have {self.embed_dim} channels, not {width}")
         if attn_mask is not None:
+            self._check_attn_mask(attn_mask, batch, length)
             known = not torch.compiler.is_compiling()  # the compiler cannot trace a read of the mask's values
             causal = _is_causal_mask(attn_mask, length) if known else is_causal
             is_causal = is_causal or causal
@@ -113,6 +114,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.ndim == 2:
             return output.squeeze(0), None if rows is None else rows.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), rows
+
+    def _check_attn_mask(self, mask: Tensor, batch: int, length: int) -> None:
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"attn_mask must be bool (True hides) or floating point, not {what}")
+        shapes = (length, length), (batch * self.num_heads, length, length)
+        if tuple(mask.shape) not in shapes:
+            raise ValueError(f"attn_mask must have shape {shapes[0]} or {shapes[1]}, not {tuple(mask.shape)}")
 
 
 def _real_tokens(hidden: Tensor | None, batch: int, length: int) -> Tensor | None:

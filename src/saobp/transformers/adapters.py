@@ -6,6 +6,7 @@ and its config shows that it belongs to a refined model.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import wraps
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from saobp.transformers.layer_refinement import SUBMODULE, named_refinements
+from saobp.transformers.layer_refinement import SUBMODULE, named_refinements, strength_parameters
 
 TUNERS = "peft.tuners.tuners_utils"
 """The PEFT module that defines the injection of adapters."""
@@ -49,4 +50,18 @@ def mark_adapter(config: Any, model: nn.Module) -> None:
             "before the adapter is put into it",
             UserWarning,
             stacklevel=2,
+        )
+
+
+def warn_of_earlier_adapter(model: nn.Module) -> None:
+    """Warn if a model that gets learned strengths has an adapter already, which does not save them."""
+    tuners = sys.modules.get(TUNERS)
+    if tuners is None or not strength_parameters(model):
+        return
+    if any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules()):
+        warnings.warn(
+            "this model has an adapter already, which does not save learned strengths: call saobp.apply on "
+            "the base model, then add the adapter",
+            UserWarning,
+            stacklevel=3,
         )

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from saobp.functional import LEAK_WARNING
 from saobp.propagation.factors import get_factor, has_strength
 from saobp.refinement import NO_CAUSAL_STRIDE, Refinement
+from saobp.transformers.adapters import warn_of_earlier_adapter
 from saobp.transformers.layer_refinement import (
     CONFIG_FIELD,
     IMPLEMENTATION,
@@ -37,7 +38,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 Modules = list[tuple[str, nn.Module]]
 
 _BEFORE = "_saobp_before"
-"""Attribute of a refined model: its configs and their attention implementations before :func:`apply`."""
+"""Attribute of a refined model and its parts that have a config: their attention implementation before."""
 _FLASH = "_supports_flash_attn"
 _MPNET = "transformers.models.mpnet.modeling_mpnet"
 NEGLIGIBLE_STRENGTH = 0.03
@@ -63,13 +64,14 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
         warn_of_strength(refinement, parameters)
     layer_refinements = build(modules, refinement)
     before = dict(named_refinements(model))
-    for (name, _), layer_refinement in zip(modules, layer_refinements, strict=True):
+    for layer, (name, _) in enumerate(modules):
         if name in before and before[name].refinement == refinement:
-            layer_refinement.load_state_dict(before[name].state_dict())
+            layer_refinements[layer] = before[name]  # its parameters may be in an optimiser
     _detach(model)
     separate_configs(model)
     attach(modules, layer_refinements)
     switch_on(model, modules, refinement)
+    warn_of_earlier_adapter(model)
     return model
 
 
@@ -115,14 +117,16 @@ def _detach(model: PreTrainedModel) -> None:
         module = model.get_submodule(name)
         remove_cache_hook(module)
         delattr(module, SUBMODULE)
-    model.__dict__.pop(_FLASH, None)
-    for config, implementation in model.__dict__.pop(_BEFORE, ()):
-        config._attn_implementation_internal = implementation
-    for config in _configs(model, []):
+    for module in model.modules():
+        if _BEFORE in vars(module):
+            module.config._attn_implementation_internal = vars(module).pop(_BEFORE)  # type: ignore[union-attr]
+        if isinstance(module, PreTrainedModel):
+            vars(module).pop(_FLASH, None)
+            if vars(module).get("generate") is refuse_to_generate:
+                del vars(module)["generate"]
+    for config in _configs(_with_config(model, [])):
         vars(config).pop(CONFIG_FIELD, None)
         vars(config).pop(IMPLEMENTATION_FIELD, None)
-    if model.__dict__.get("generate") is refuse_to_generate:
-        del model.__dict__["generate"]
 
 
 def check_model(model: Any) -> None:
@@ -249,9 +253,10 @@ def switch_on(model: PreTrainedModel, modules: Modules, refinement: Refinement) 
 
     Configs of parts, such as CLIP's towers, are included: a part may be loaded by its own class.
     """
-    configs = _configs(model, modules)
-    setattr(model, _BEFORE, [(config, config._attn_implementation) for config in configs])
-    for config in configs:
+    owners = _with_config(model, modules)
+    for owner in owners:
+        vars(owner)[_BEFORE] = owner.config._attn_implementation
+    for config in _configs(owners):
         layers = [layer for layer, (_, module) in enumerate(modules) if module.config is config]
         strength = refinement.strength
         if config is not model.config and isinstance(strength, tuple):
@@ -297,12 +302,15 @@ def head_dim(module: nn.Module) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _configs(model: PreTrainedModel, modules: Modules) -> list[Any]:
-    """The configs that name the implementation, for attention modules and for the masks of their models."""
+def _with_config(model: PreTrainedModel, modules: Modules) -> list[Any]:
+    """A model's parts whose config names the implementation, for attention modules and for masks."""
     owners = [model, *(module for _, module in modules)]
     owners += [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    configs = [owner.config for owner in owners if hasattr(owner, "config")]
-    return list({id(config): config for config in configs}.values())
+    return [owner for owner in owners if hasattr(owner, "config")]
+
+
+def _configs(owners: list[Any]) -> list[Any]:
+    return list({id(owner.config): owner.config for owner in owners}.values())
 
 
 def _other_attention(model: nn.Module, reachable: list[str]) -> list[str]:

@@ -77,8 +77,13 @@ def saobp_attention(
         layer_refinement.call.messages = None
         if is_causal is None:
             is_causal = True  # the pre-hook gives a cache layer to causal modules only
+        if not messages.stale:
+            messages = None  # the keys of this call went to another layer of the cache
     causal = is_causal_call(module, is_causal)
-    _check_lengths(refinement, queries, keys, causal, messages)
+    if not causal and is_causal is None:
+        _check_not_decoder(module)
+    if messages is None:
+        _check_lengths(module, layer_refinement, refinement, queries, keys, causal)
     if not causal:
         messages = None  # its layer stays stale, so the next call raises
     lengths = kwargs.get("cu_seq_lens_q")
@@ -211,21 +216,43 @@ def unknown_argument(kwargs: dict[str, Any]) -> str | None:
     return next((name for name in given if name not in KNOWN_ARGUMENTS), None)
 
 
-def _check_lengths(
-    refinement: Refinement, queries: int, keys: int, causal: bool, messages: MessageCacheLayer | None
-) -> None:
-    if queries == keys or messages is not None:
-        return
-    factor = get_factor(refinement.factor)
-    if factor is None or not factor.remembers:
-        return
-    if causal and not isinstance(factor, Similarity):
+def _check_not_decoder(module: nn.Module) -> None:
+    """Raises for a decoder's attention that says it is not causal (BigBirdPegasus).
+
+    Its masks hide later keys, but a causal mask without padding may be left out, as for PyTorch's attention.
+    """
+    config = getattr(module, "config", None)
+    if getattr(module, "is_decoder", False) and getattr(config, "is_causal", None) is not False:
         raise ValueError(
-            f"{queries} queries and {keys} keys lack the messages of the earlier rows: decode with a model "
-            "from saobp.load(path, AutoClass) or saobp.apply(model, refinement), whose cache carries them, "
-            "or generate with use_cache=False"
+            f"{type(module).__name__} belongs to a decoder and says that it is not causal (is_causal), so "
+            "saobp cannot tell whether rows may see later keys"
+        )
+
+
+def _check_lengths(
+    module: nn.Module,
+    layer_refinement: LayerRefinement | None,
+    refinement: Refinement,
+    queries: int,
+    keys: int,
+    causal: bool,
+) -> None:
+    """Raises for rows that need messages of earlier rows, which a call without a cache layer lacks."""
+    factor = get_factor(refinement.factor)
+    if queries == keys or factor is None or not factor.remembers:
+        return
+    if not causal or isinstance(factor, Similarity):
+        raise ValueError(
+            f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
+            "self-attention over one whole sequence, not cross-attention"
+        )
+    lacks = f"{queries} queries and {keys} keys lack the messages of the earlier rows: "
+    if layer_refinement is not None:
+        raise ValueError(
+            f"{lacks}{type(module).__name__} keeps no keys of its own in the cache, or attends to them more "
+            "than once in a forward pass, so generate with use_cache=False"
         )
     raise ValueError(
-        f"{refinement.factor!r} with {queries} queries and {keys} keys has no meaning: saobp refines "
-        "self-attention over one whole sequence, not cross-attention"
+        f"{lacks}decode with a model from saobp.load(path, AutoClass) or saobp.apply(model, refinement), "
+        "whose cache carries them, or generate with use_cache=False"
     )

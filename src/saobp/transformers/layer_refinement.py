@@ -177,6 +177,8 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if index is None:
         name = type(module).__name__
         raise ValueError(f"{name} does not tell its place in the cache: generate with use_cache=False")
+    if cache.layer_class_to_replicate is None and index >= len(cache.layers):
+        return  # it reads the keys of another layer
     if refinement.future == "paper" or isinstance(factor, Similarity) or not is_causal_call(module):
         layer = cache_layer(cache, index)
         if isinstance(layer, StaticLayer) or holds_keys(layer):

@@ -12,7 +12,7 @@ from saobp.functional import remembered_nodes
 from saobp.kernels.calls import Call, Path
 from saobp.kernels.dispatch import select
 from saobp.refinement import Refinement
-from saobp.transformers.masks import SEEN_BY_PADDING, check_mask, check_users_mask, read_mask
+from saobp.transformers.masks import SEEN_BY_PADDING, check_mask, check_two_way, read_mask
 from saobp.transformers.packed_sequences import are_sequences, same_sequence
 
 States = tuple[Tensor, Tensor, Tensor]
@@ -80,13 +80,13 @@ def _window(window: int | None, mask: Tensor | None, length: int) -> int | None:
 
 
 def _nodes(mask: Tensor, length: int, refinement: Refinement) -> Tensor:
-    """Whether each token is real, bool ``[.., length]``; raises on a user's mask that is not symmetric.
+    """Whether each token is real, bool ``[.., length]``; raises on a mask that is not symmetric.
 
     Padding has SEEN_BY_PADDING in its row of an int8 mask; under other masks no row sees it.
     """
     mask = mask[..., :length]
     graph, _ = read_mask(mask, length, length)
-    check_users_mask(mask, graph, length, refinement)
+    check_two_way(graph, length, refinement)
     if mask.dtype == torch.int8:
         return ~(mask == SEEN_BY_PADDING).any(-1)
     seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask

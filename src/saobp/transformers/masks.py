@@ -24,6 +24,8 @@ from saobp.transformers.packed_sequences import are_sequences, packed_sequences,
 
 PASS_THEIR_WINDOW = {"modernbert": False, "mistral": True}
 """Model types whose local layers pass ``sliding_window``, so masks need not hold it; and whether causally."""
+CHANGE_THEIR_MASK = {"doge"}
+"""Model types whose attention changes its mask and takes one that is not bool for numbers to add."""
 HIDDEN, SEEN, SEEN_BY_PADDING = 0, 1, 2
 """Entries of the int8 mask ``[batch, 1, queries, keys]``."""
 
@@ -71,7 +73,7 @@ def saobp_mask(
         use_vmap=kwargs.get("use_vmap", False),
         device=kwargs.get("device", "cpu"),
     )
-    if attention_mask is None:
+    if attention_mask is None or model_type(kwargs) in CHANGE_THEIR_MASK:
         return seen
     missing = max(kv_length + kv_offset - attention_mask.shape[-1], 0)
     rows = torch.arange(q_length, device=attention_mask.device) + q_offset
@@ -85,9 +87,14 @@ def is_plain_window(causal: bool, bidirectional: bool, **kwargs: Any) -> bool:
     causal, bidirectional: whether Transformers allows to leave such masks out. It forbids both where it
     combines the window with another mask function, and the first in every bidirectional mask.
     """
-    is_causal = PASS_THEIR_WINDOW.get(getattr(kwargs.get("config"), "model_type", None) or "")
+    is_causal = PASS_THEIR_WINDOW.get(model_type(kwargs))
     allowed = causal if is_causal else bidirectional and not causal
     return is_causal is not None and kwargs.get("local_size") is not None and allowed
+
+
+def model_type(kwargs: dict[str, Any]) -> str:
+    """The model type of the config among the arguments of a mask function."""
+    return getattr(kwargs.get("config"), "model_type", None) or ""
 
 
 def graph_of(
@@ -116,13 +123,13 @@ def graph_of(
         return build_graph(queries, keys, refinement, mask, causal, query.device, window=window), None
     graph, bias = read_mask(mask, queries, keys, causal=strict)
     if not causal:
-        check_users_mask(mask, graph, queries, refinement)
+        check_two_way(graph, queries, refinement)
     return graph, bias
 
 
-def check_users_mask(mask: Tensor, graph: FactorGraph, queries: int, refinement: Refinement) -> None:
-    """Raises if a user's 4-D mask of a bidirectional model is not symmetric; ours, int8, always is."""
-    if mask.dtype != torch.int8 and graph.visible is not None and graph.visible.shape[-1] == queries:
+def check_two_way(graph: FactorGraph, queries: int, refinement: Refinement) -> None:
+    """Raises if a 4-D mask of attention without causality hides one way: a user's, or PaliGemma's own."""
+    if graph.visible is not None and graph.visible.shape[-1] == queries:
         check_symmetric_mask(graph, refinement, is_causal=False)
 
 
