@@ -168,6 +168,18 @@ def test_rows_of_a_key_bias_with_small_normalisers(factor: str, strength: float,
     check(replace(inputs, query=inputs.query * 8), Refinement(factor, "learned"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", ["high", "low", "high-key-bias", "low-key-bias"])
+def test_logarithms_give_the_same(factor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of heads that may underflow, taken by all, whose rows are usual ones and padding."""
+    monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
+    monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+    inputs = attention_inputs(
+        2, 2, 70, 16, key_heads=1, strength=(-0.7, 1.0), padding="left", dtype=dtype, device=DEVICE
+    )
+    check(inputs, Refinement(factor, "learned"))
+
+
 @pytest.mark.parametrize("gap", [2.0, 5.0, 7.0, 12.0, 90.0] if GPU else [2.0, 5.0, 12.0, 90.0])
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +217,12 @@ def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize(
-    ("factor", "padding"), [("high", None), ("low", "right"), ("high", "left"), ("high-listing", None)]
-)
+    ("factor", "padding"),
+    [
+        ("high", None), ("low", "right"), ("high", "left"), ("high-listing", None), ("high-key-bias", None),
+        ("low-key-bias", "left"),
+    ],
+)  # fmt: skip
 def test_the_way_of_weak_strengths(
     factor: str, padding: str | None, careful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
