@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, spec_of
+from call_helpers import check_dropout, clear_plans, spec_of
 from torch import Tensor
 
 import saobp
@@ -297,6 +297,16 @@ def test_dropout_keeps_the_same_mask_in_the_backward_pass() -> None:
         )
         found = torch.autograd.grad(dropped, (query, key), inputs.output_gradient)
         torch.testing.assert_close(found, expected, **close)
+
+
+@pytest.mark.parametrize("factor", ["low", "high-key-bias"])
+@pytest.mark.parametrize("careful", [False, True])
+def test_gradients_under_dropout(factor: str, careful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the long kernels, in float16. Careful: every head is taken for one that may underflow."""
+    monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
+    if careful:
+        monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+    check_dropout(Refinement(factor, "learned"), 64, torch.float16)
 
 
 def test_dropout_follows_the_random_seed() -> None:

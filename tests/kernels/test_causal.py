@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import DROPPED, check_causal_dropout, spec_of
+from call_helpers import DROPPED, check_dropout, spec_of
 from torch import Tensor
 
 import saobp
@@ -190,7 +190,7 @@ def test_repeats_are_bit_equal() -> None:
 @pytest.mark.parametrize("factor", ["high", "low-listing"])
 def test_dropout_drops_the_same_entries_in_both_directions(factor: str, dtype: torch.dtype) -> None:
     refinement = Refinement(factor, 0.2)
-    inputs, dropped = check_causal_dropout(refinement, 80, dtype)
+    inputs, dropped = check_dropout(refinement, 80, dtype, is_causal=True)
     rows = fused(inputs, refinement)(*inputs.leaves())
     shown, keep = rows > 1e-3, dropped != 0
     assert not dropped[rows == 0].any()

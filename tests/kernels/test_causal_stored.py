@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import check_causal_dropout, note_launches, spec_of
+from call_helpers import check_dropout, note_launches, spec_of
 from torch import Tensor
 
 import saobp
@@ -158,7 +158,7 @@ def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
 def test_dropout_drops_the_same_entries_in_both_directions(
     refinement: Refinement, dtype: torch.dtype
 ) -> None:
-    check_causal_dropout(refinement, 64, dtype)
+    check_dropout(refinement, 64, dtype, is_causal=True)
 
 
 @EACH_FACTOR
