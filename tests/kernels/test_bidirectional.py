@@ -338,7 +338,7 @@ def test_repeats_are_bit_equal(length: int) -> None:
 def test_the_operators_are_well_formed(length: int, operator: Any) -> None:
     inputs = attention_inputs(1, 1, length, 16, dtype=torch.float16, device=DEVICE)
     query, key, value, strength = inputs.leaves()
-    arguments = (query, key, value, strength, None, None, None, length, 0.25, 0.0, 1.0, True, 0.0)
+    arguments = (query, key, value, strength, None, None, None, length, 0.25, 0.0, 1.0, 1, 0.0)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, arguments, test_utils=kinds)
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
@@ -419,7 +419,7 @@ def test_normalisers_cannot_fall_below_their_bound() -> None:
 
     def problem(strength: float, length: int) -> CallSpec:
         states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
-        return spec_of(states, states, None, None, length, 0.25, 0.0, 1.0, True, -math.expm1(-strength))
+        return spec_of(states, states, None, None, length, 0.25, 0.0, 1.0, 1, -math.expm1(-strength))
 
     assert not problem(0.2, 128).may_underflow
     assert problem(0.2, 4096).may_underflow

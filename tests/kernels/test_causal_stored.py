@@ -136,7 +136,7 @@ def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
     query, key, value, strength = inputs.leaves()
     packed, *_ = FAMILIES["causal"].forward(
         query, key, value, strength, None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE), None,
-        max(lengths), 0.25, 0.0, 1.0 if refinement is HIGH else -1.0, True, 0.0,
+        max(lengths), 0.25, 0.0, 1.0 if refinement is HIGH else -1.0, 1, 0.0,
     )  # fmt: skip
     found = torch.autograd.grad(packed, (query, key, value, strength), inputs.output_gradient)
     wide = [one.detach().float().requires_grad_() for one in (query, key, value, strength)]
