@@ -41,13 +41,13 @@ def fused_operation(
 
 
 DROPPED = 0.3
-"""Share of entries that ``check_causal_dropout`` drops."""
+"""Share of entries that ``check_dropout`` drops."""
 
 
-def check_causal_dropout(
-    refinement: Refinement, length: int, dtype: torch.dtype
+def check_dropout(
+    refinement: Refinement, length: int, dtype: torch.dtype, **options: Any
 ) -> tuple[AttentionInputs, Tensor]:
-    """Causal kernels drop the same entries in both directions; returns the inputs and the dropped rows.
+    """Kernels drop the same entries in both directions; returns the inputs and the dropped rows.
 
     Identity values show the mask; with it, all gradients follow from the specification.
     """
@@ -57,14 +57,14 @@ def check_causal_dropout(
 
     def seeded(*leaves: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return fused_operation(refinement, inputs, is_causal=True, dropout_p=DROPPED)(*leaves)
+        return fused_operation(refinement, inputs, dropout_p=DROPPED, **options)(*leaves)
 
     dropped = seeded(*inputs.leaves())
     keep = dropped != 0
 
     def plain(query: Tensor, key: Tensor, value: Tensor, strength: Tensor) -> Tensor:
         eye = torch.eye(length, dtype=query.dtype, device=device)[None, None]
-        rows = operation_of(refinement, inputs, is_causal=True, backend="reference")
+        rows = operation_of(refinement, inputs, backend="reference", **options)
         return (rows(query, key, eye, strength) * keep / (1 - DROPPED)) @ value
 
     truth, found = run(plain, inputs.to(torch.float64)), run(seeded, inputs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import clear_plans, spec_of
+from call_helpers import check_dropout, clear_plans, spec_of
 from torch import Tensor
 
 import saobp
@@ -168,6 +168,18 @@ def test_rows_of_a_key_bias_with_small_normalisers(factor: str, strength: float,
     check(replace(inputs, query=inputs.query * 8), Refinement(factor, "learned"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", ["high", "low", "high-key-bias", "low-key-bias"])
+def test_logarithms_give_the_same(factor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of heads that may underflow, taken by all, whose rows are usual ones and padding."""
+    monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
+    monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+    inputs = attention_inputs(
+        2, 2, 70, 16, key_heads=1, strength=(-0.7, 1.0), padding="left", dtype=dtype, device=DEVICE
+    )
+    check(inputs, Refinement(factor, "learned"))
+
+
 @pytest.mark.parametrize("gap", [2.0, 5.0, 7.0, 12.0, 90.0] if GPU else [2.0, 5.0, 12.0, 90.0])
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
 def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +217,12 @@ def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize(
-    ("factor", "padding"), [("high", None), ("low", "right"), ("high", "left"), ("high-listing", None)]
-)
+    ("factor", "padding"),
+    [
+        ("high", None), ("low", "right"), ("high", "left"), ("high-listing", None), ("high-key-bias", None),
+        ("low-key-bias", "left"),
+    ],
+)  # fmt: skip
 def test_the_way_of_weak_strengths(
     factor: str, padding: str | None, careful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +299,16 @@ def test_dropout_keeps_the_same_mask_in_the_backward_pass() -> None:
         torch.testing.assert_close(found, expected, **close)
 
 
+@pytest.mark.parametrize("factor", ["low", "high-key-bias"])
+@pytest.mark.parametrize("careful", [False, True])
+def test_gradients_under_dropout(factor: str, careful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the long kernels, in float16. Careful: every head is taken for one that may underflow."""
+    monkeypatch.setattr("saobp.kernels.dispatch.is_short", lambda *_: False)
+    if careful:
+        monkeypatch.setattr(CallSpec, "lowest_sum", 1e9)
+    check_dropout(Refinement(factor, "learned"), 64, torch.float16)
+
+
 def test_dropout_follows_the_random_seed() -> None:
     query, key, value, _ = attention_inputs(1, 1, 40, 16, device=DEVICE).leaves()
 
@@ -312,7 +338,7 @@ def test_repeats_are_bit_equal(length: int) -> None:
 def test_the_operators_are_well_formed(length: int, operator: Any) -> None:
     inputs = attention_inputs(1, 1, length, 16, dtype=torch.float16, device=DEVICE)
     query, key, value, strength = inputs.leaves()
-    arguments = (query, key, value, strength, None, None, None, length, 0.25, 0.0, 1.0, True, 0.0)
+    arguments = (query, key, value, strength, None, None, None, length, 0.25, 0.0, 1.0, 1, 0.0)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator, arguments, test_utils=kinds)
     torch.library.opcheck(operator, arguments, test_utils="test_aot_dispatch_static")
@@ -393,7 +419,7 @@ def test_normalisers_cannot_fall_below_their_bound() -> None:
 
     def problem(strength: float, length: int) -> CallSpec:
         states = torch.empty(1, 1, length, 16, dtype=torch.bfloat16)
-        return spec_of(states, states, None, None, length, 0.25, 0.0, 1.0, True, -math.expm1(-strength))
+        return spec_of(states, states, None, None, length, 0.25, 0.0, 1.0, 1, -math.expm1(-strength))
 
     assert not problem(0.2, 128).may_underflow
     assert problem(0.2, 4096).may_underflow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import DROPPED, check_causal_dropout, spec_of
+from call_helpers import DROPPED, check_dropout, spec_of
 from torch import Tensor
 
 import saobp
@@ -147,7 +147,7 @@ def test_sums_of_keys_take_bounded_memory_per_token() -> None:
 
     def per_token(length: int) -> float:
         states = torch.empty(1, 1, length, 64, dtype=torch.float16, device="meta")
-        problem = spec_of(states, states, None, None, length, 1.0, 0.0, 1.0, True, 0.18)
+        problem = spec_of(states, states, None, None, length, 1.0, 0.0, 1.0, 1, 0.18)
         assert causal_block(problem, "output").rows == 64
         return sums_plane(problem) / length
 
@@ -190,7 +190,7 @@ def test_repeats_are_bit_equal() -> None:
 @pytest.mark.parametrize("factor", ["high", "low-listing"])
 def test_dropout_drops_the_same_entries_in_both_directions(factor: str, dtype: torch.dtype) -> None:
     refinement = Refinement(factor, 0.2)
-    inputs, dropped = check_causal_dropout(refinement, 80, dtype)
+    inputs, dropped = check_dropout(refinement, 80, dtype, is_causal=True)
     rows = fused(inputs, refinement)(*inputs.leaves())
     shown, keep = rows > 1e-3, dropped != 0
     assert not dropped[rows == 0].any()
@@ -211,7 +211,7 @@ def test_packed_sequences_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     query, key, value, strength = inputs.leaves()
     packed, *_ = causal_refined_attention(
-        query, key, value, strength, None, cu, None, max(lengths), 0.25, 0.0, 1.0, True, 0.0
+        query, key, value, strength, None, cu, None, max(lengths), 0.25, 0.0, 1.0, 1, 0.0
     )
     found = torch.autograd.grad(packed, (query, key, value, strength), inputs.output_gradient)
     alone = [
@@ -236,7 +236,7 @@ def test_operators_are_sound() -> None:
     inputs = attention_inputs(1, 2, 20, 16, key_heads=1, strength=0.7, device=DEVICE)
     query, key, value, strength = inputs.leaves()
     strength = strength.detach().requires_grad_()
-    for receives in (True, False):
+    for receives in (0, 1, 2):
         torch.library.opcheck(
             causal_refined_attention,
             (query, key, value, strength, None, None, None, 20, 0.25, 0.0, 1.0, receives, 0.0),
@@ -303,7 +303,7 @@ def test_heads_that_underflow_are_done_with_care(monkeypatch: pytest.MonkeyPatch
     query, key = inputs.query.clone(), inputs.key.clone()
     query[:, 1], key[:, 1] = collapsed.query[:, 1], collapsed.key[:, 1]
     inputs = replace(inputs, query=query, key=key)
-    problem = spec_of(query, key, None, None, 250, 0.25, 0.0, 1.0, True, 0.18)
+    problem = spec_of(query, key, None, None, 250, 0.25, 0.0, 1.0, 1, 0.18)
     assert problem.may_underflow
     assert 250 * 0.2 / math.log(2) > -math.log2(problem.lowest_sum)
     for name, difference in differences(inputs, Refinement("high", 0.2)).items():
@@ -340,7 +340,7 @@ def test_dropout_and_packing_of_weak_strengths(monkeypatch: pytest.MonkeyPatch) 
     strength = torch.tensor([0.2], device=DEVICE)
     numbers = (
         None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE), torch.tensor([7], device=DEVICE),
-        70, 0.1, share, 1.0, True, -math.expm1(-0.2),
+        70, 0.1, share, 1.0, 1, -math.expm1(-0.2),
     )  # fmt: skip
     eyes = torch.cat([torch.eye(80, device=DEVICE)[: b - a] for a, b in itertools.pairwise(bounds)])
     shown, *_ = causal_refined_attention(query.detach(), key.detach(), eyes[None, None], strength, *numbers)
@@ -372,7 +372,7 @@ def test_the_operator_of_weak_strengths_is_sound() -> None:
     strength = torch.tensor([0.2, 0.1], device=DEVICE)
     torch.library.opcheck(
         causal_refined_attention,
-        (query, key, value, strength, None, None, None, 70, 0.25, 0.0, 1.0, True, -math.expm1(-0.2)),
+        (query, key, value, strength, None, None, None, 70, 0.25, 0.0, 1.0, 1, -math.expm1(-0.2)),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import check_causal_dropout, clear_plans, fused_operation, note_launches
+from call_helpers import check_dropout, clear_plans, fused_operation, note_launches
 
 import saobp
 from saobp import Refinement
@@ -161,7 +161,7 @@ def test_heads_of_weak_strength(
 
 @each_way
 def test_dropout_drops_the_same_entries_in_both_directions(refinement: Refinement) -> None:
-    check_causal_dropout(refinement, 64, HALF)
+    check_dropout(refinement, 64, HALF, is_causal=True)
 
 
 @each_way

@@ -80,7 +80,7 @@ def test_packed_lines_find_their_sequence(section: int) -> None:
 
 def test_few_blocks_stay_with_their_head_and_many_fill_a_section() -> None:
     inputs = attention_inputs(1, 3, 1, 16, device=DEVICE)
-    spec = spec_of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, True, 0.0)
+    spec = spec_of(inputs.query, inputs.key, None, None, 1, 0.25, 0.0, 1.0, 1, 0.0)
     few = causal_launch.FEW
 
     def section(length: int) -> int:
@@ -107,7 +107,7 @@ def test_results_do_not_depend_on_the_order(monkeypatch: pytest.MonkeyPatch) -> 
     def results() -> list[Tensor]:
         clear_plans()
         leaves = inputs.leaves()
-        output = causal_refined_attention(*leaves, None, cu, None, 66, 0.25, 0.0, 1.0, True, 0.0)[0]
+        output = causal_refined_attention(*leaves, None, cu, None, 66, 0.25, 0.0, 1.0, 1, 0.0)[0]
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.output_gradient)]
 
     in_order = results()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import check_causal_dropout, note_launches, spec_of
+from call_helpers import check_dropout, note_launches, spec_of
 from torch import Tensor
 
 import saobp
@@ -136,7 +136,7 @@ def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
     query, key, value, strength = inputs.leaves()
     packed, *_ = FAMILIES["causal"].forward(
         query, key, value, strength, None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE), None,
-        max(lengths), 0.25, 0.0, 1.0 if refinement is HIGH else -1.0, True, 0.0,
+        max(lengths), 0.25, 0.0, 1.0 if refinement is HIGH else -1.0, 1, 0.0,
     )  # fmt: skip
     found = torch.autograd.grad(packed, (query, key, value, strength), inputs.output_gradient)
     wide = [one.detach().float().requires_grad_() for one in (query, key, value, strength)]
@@ -158,7 +158,7 @@ def test_packed_sequences_do_not_meet(refinement: Refinement) -> None:
 def test_dropout_drops_the_same_entries_in_both_directions(
     refinement: Refinement, dtype: torch.dtype
 ) -> None:
-    check_causal_dropout(refinement, 64, dtype)
+    check_dropout(refinement, 64, dtype, is_causal=True)
 
 
 @EACH_FACTOR

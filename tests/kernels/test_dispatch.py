@@ -165,7 +165,7 @@ def test_explain_names_the_kernels(factor: str, monkeypatch: pytest.MonkeyPatch)
 def spec(length: int, **options: object) -> CallSpec:
     usual = {"longest": length, "length": length, "bound": 0.18, "dtype": torch.bfloat16, "heads": 16}
     shapes = {"batch": 128, "sequences": 128, "group": 1, "dim": 64, "scale": 0.125, "dropout": 0.0}
-    kind = {"sign": 1.0, "receives": True, "masked": False, "packed": False}
+    kind = {"sign": 1.0, "receives": 1, "masked": False, "packed": False}
     return CallSpec(**(usual | shapes | kind | options))  # type: ignore[arg-type]
 
 
@@ -191,9 +191,9 @@ def spec(length: int, **options: object) -> CallSpec:
             spec(512, bound=0.0, dtype=torch.float16),
             {"careful": True, "tma": True, "split_axis": 0},
         ),
-        ("long", spec(512, receives=False, batch=1, sequences=1, heads=2), {"weak": True}),
-        ("long", spec(512, dtype=torch.float32, receives=False), {}),
-        ("long", spec(512, dropout=0.1, receives=False), {"weak": True, "tma": True}),
+        ("long", spec(512, receives=0, batch=1, sequences=1, heads=2), {"weak": True}),
+        ("long", spec(512, dtype=torch.float32, receives=0), {}),
+        ("long", spec(512, dropout=0.1, receives=0), {"weak": True, "tma": True}),
         (
             "causal",
             spec(512),
@@ -202,7 +202,7 @@ def spec(length: int, **options: object) -> CallSpec:
         ("causal", spec(512, bound=-0.2), {"careful": True, "hopper": True, "stored": True}),
         ("causal", spec(2048), {"weak": True, "careful": True, "tma": True}),
         ("causal", spec(512, bound=0.0, receives=2), {"careful": True, "stored": True}),
-        ("elemmul", spec(512, receives=False, bound=0.0), {}),
+        ("elemmul", spec(512, receives=0, bound=0.0), {}),
     ],
 )
 def test_kernels_follow_from_the_call(

@@ -194,7 +194,7 @@ def test_operators_are_sound(packed: bool) -> None:
     cu = torch.tensor([0, 9, 9, 20], dtype=torch.int32, device=DEVICE) if packed else None
     query, key, value, _ = inputs.leaves()
     strength = torch.zeros(query.shape[1], device=DEVICE)
-    numbers = (20, 0.25, 0.0, 1.0, False, 0.0)
+    numbers = (20, 0.25, 0.0, 1.0, 0, 0.0)
     arguments = (query, key, value, strength, inputs.padding_mask, cu, None, *numbers)
     torch.library.opcheck(elemmul_attention, arguments)
 

@@ -82,7 +82,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 states = partial(hopper_states, strength=STRENGTH)
 
 
-def forward(inputs: AttentionInputs, dropout: float = 0.0, receives: bool = True) -> tuple[Tensor, ...]:
+def forward(inputs: AttentionInputs, dropout: float = 0.0, receives: int = 1) -> tuple[Tensor, ...]:
     """Output, lse and key_part."""
     numbers = (inputs.query.shape[2], 0.125, dropout, 1.0, receives, -math.expm1(-STRENGTH))
     return short_refined_attention(
@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared key heads": ({"length": 128, "heads": 4, "key_heads": 2}, {}),
     "strengths": ({"length": 128, "strength": (0.0, STRENGTH)}, {}),
     "dropout": ({"length": 128}, {"dropout": 0.3}),
-    "listing": ({"length": 128}, {"receives": False}),
+    "listing": ({"length": 128}, {"receives": 0}),
 }
 
 
@@ -316,7 +316,7 @@ def test_a_sequence_of_padding_gives_zeros() -> None:
 
 def test_what_it_cannot_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def serves(one: Tensor, cu: Tensor | None = None, capability: int = 90) -> bool:
-        spec = spec_of(one, one, None, cu, min(one.shape[2], 128), 1.0, 0.0, 1.0, True, 0.18)
+        spec = spec_of(one, one, None, cu, min(one.shape[2], 128), 1.0, 0.0, 1.0, 1, 0.18)
         return select_kernels("short", spec, aligned=is_aligned(one), capability=capability).hopper
 
     good = torch.zeros(2, 2, 128, 64, dtype=DTYPE, device=DEVICE)

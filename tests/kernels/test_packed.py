@@ -92,7 +92,7 @@ def test_mixed_lengths_equal_each_alone(factor: str, dtype: torch.dtype) -> None
     assert_as_alone(out, states, refinement, places)
 
 
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("factor", [*FACTORS, "high-key-bias"])
 @pytest.mark.parametrize("max_seqlen", [128, None], ids=["told", "untold"])
 def test_short_sequences_with_and_without_their_longest(factor: str, max_seqlen: int | None) -> None:
     """Told that all are short, the kernels for short sequences run; untold, those for long ones."""

@@ -141,7 +141,7 @@ def test_what_is_saved_has_no_gaps(pieces: Any, dtype: torch.dtype) -> None:
     """The compiler's checks compare what an operator gives byte by byte; nobody writes to a gap."""
     query = torch.empty(1, 3, 131, 5, dtype=dtype)
     for bound in (0.0, 0.18):
-        problem = spec_of(query, query, None, None, 131, 1.0, 0.0, 1.0, True, bound)
+        problem = spec_of(query, query, None, None, 131, 1.0, 0.0, 1.0, 1, bound)
         places, size = pieces(problem)
         assert size == sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in places.values())
 
@@ -169,7 +169,7 @@ def test_inference_gives_the_bits_of_training(strength: float, is_causal: bool, 
 def arguments(learning: bool) -> tuple[Any, ...]:
     inputs = attention_inputs(1, 2, 20, 16, dtype=torch.float16, device=DEVICE)
     states = inputs.leaves() if learning else [leaf.detach() for leaf in inputs.leaves()]
-    return (*states, None, None, None, 20, 0.25, 0.0, 1.0, True, 0.0)
+    return (*states, None, None, None, 20, 0.25, 0.0, 1.0, 1, 0.0)
 
 
 def test_the_operator_of_inference_is_well_formed_and_refuses_to_learn() -> None:

@@ -103,7 +103,7 @@ def test_what_tma_cannot_fetch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dispatch, "TMA_MIN_ENTRIES", 0)
 
     def fits(one: Tensor) -> bool:
-        spec = spec_of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, True, 0.18)
+        spec = spec_of(one, one, None, None, one.shape[2], 1.0, 0.0, 1.0, 1, 0.18)
         return kernels_for("long", spec, one).tma
 
     good = states(2, 256)

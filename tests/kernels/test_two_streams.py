@@ -50,7 +50,7 @@ def everything(inputs: AttentionInputs, bound: float) -> list[Tensor]:
     length, dim = inputs.query.shape[2:]
     leaves = [one.clone().requires_grad_() for one in (inputs.query, inputs.key, inputs.value)]
     strength = inputs.strength.clone().requires_grad_(not bound)
-    numbers = (length, dim**-0.5, 0.0, 1.0, True, bound)
+    numbers = (length, dim**-0.5, 0.0, 1.0, 1, bound)
     out, saved = refined_attention(*leaves, strength, inputs.padding_mask, None, None, *numbers)
     learned = leaves if bound else [*leaves, strength]
     return [out.detach(), saved, *torch.autograd.grad(out, learned, inputs.output_gradient)]
@@ -113,7 +113,7 @@ def are_same(one: Tensor, other: Tensor) -> bool:
 def spec(**changed: Any) -> CallSpec:
     usual = CallSpec(
         batch=8, sequences=8, heads=16, group=1, length=2048, longest=2048, dim=64, dtype=torch.bfloat16,
-        scale=0.125, dropout=0.0, sign=1.0, receives=True, bound=WEAK, masked=False, packed=False,
+        scale=0.125, dropout=0.0, sign=1.0, receives=1, bound=WEAK, masked=False, packed=False,
     )  # fmt: skip
     return replace(usual, **changed)
 
