@@ -313,7 +313,7 @@ def test_hidden_matrices_are_found_in_every_family() -> None:
 def test_muon_knows_what_matrices_a_layer_holds(family: str, fused: dict[str, Any]) -> None:
     model = build_model(family, "tiny", vocabulary=60, length=16)
     names = {parameter: name.split(".")[-2] for name, parameter in model.named_parameters()}
-    found = {names[one]: tuple(parts) for one, parts in hidden_matrices(model).items() if parts.count > 1}
+    found = {names[one]: tuple(parts) for one, parts in hidden_matrices(model).items() if parts.number > 1}
     assert found == fused
 
 

@@ -18,12 +18,12 @@ FUSED = {"Wqkv": 3, "c_attn": 3, "Wi": 2}
 class Parts(NamedTuple):
     """How many matrices of one size a parameter holds, one after the other along a dimension."""
 
-    count: int = 1
+    number: int = 1
     dim: int = 0
 
     def of(self, matrix: Tensor) -> tuple[Tensor, ...]:
         """They as views."""
-        return matrix.chunk(self.count, self.dim)
+        return matrix.chunk(self.number, self.dim)
 
 
 def hidden_matrices(model: PreTrainedModel) -> dict[nn.Parameter, Parts]:
