@@ -20,7 +20,7 @@ from saobp.testing.tiny_training import forked, small_recipe, small_tokenizer, t
 from saobp.training import trainer
 from saobp.training.architectures import build_model
 from saobp.training.averaging import WeightAverage
-from saobp.training.batches import HELD_OUT_SEED, BatchShard
+from saobp.training.batches import BatchShard
 from saobp.training.muon import BatchedMuon, MuonWithAdamW, Parts, hidden_matrices
 from saobp.training.objectives import HELD_OUT_SHARE, MaskedLM, row_seeds
 from saobp.training.recipes import named_recipe, parse_override
@@ -97,7 +97,7 @@ def test_a_falling_share_hides_fewer_tokens_at_every_step() -> None:
     assert counts[0].unique().tolist() == [8]
     assert counts[12].unique().tolist() == [4]
     assert torch.equal(counts.flatten(1)[:, 0].sort(descending=True).values, counts.flatten(1)[:, 0])
-    assert "counts" not in share.batch(Zeros(), HELD_OUT_SEED, 0, 0)
+    assert "counts" not in share.held_out(Zeros(), 0, 0, 4)
 
 
 def test_counts_hide_and_predict_the_first_places_alone() -> None:

@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     dim: int = 0
 
     def of(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """They as views."""
+        """These matrices, as views."""
         return matrix.chunk(self.number, self.dim)
 
 
