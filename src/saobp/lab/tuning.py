@@ -13,35 +13,45 @@ from saobp.lab.result_page import markdown_table
 
 
 def tuning_tables(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A table for each model and budget that was trained with several recipes on the same seeds."""
+    """Tables for each model, budget and corpus that was trained with several recipes on the same seeds."""
     plain = [record for record in records if method_of(record["recipe"]) == ORIGINAL]
-    found: dict[tuple[str, str, int, int], list[Setting]] = {}
+    found: dict[tuple[Any, ...], list[Setting]] = {}
     for record in sorted(plain, key=lambda record: record.get("started", "")):
         (first,) = settings_of([record])
-        if first.budget not in found:
-            alike = [one for one in settings_of(plain) if one.budget == first.budget and one.losses]
+        if _trained(first) not in found:
+            alike = [one for one in settings_of(plain) if _trained(one) == _trained(first) and one.losses]
             same = [one for one in alike if one.recipe == first.recipe]
-            found[first.budget] = same + [one for one in alike if one.recipe != first.recipe]
-    return [table for settings in found.values() for table in _table(settings)]
+            found[_trained(first)] = same + [one for one in alike if one.recipe != first.recipe]
+    return [table for settings in found.values() for table in _tables(settings)]
 
 
-def _table(settings: Sequence[Setting]) -> Iterable[str]:
-    """Recipes by rows, named by what they change in the first; the lowest mean on top."""
-    losses = {number: setting.losses[ORIGINAL] for number, setting in enumerate(settings)}
-    counts = Counter(seed for own in losses.values() for seed in own)
-    seeds = [seed for seed, recipes in counts.items() if recipes > 1]
-    if not seeds:
-        return
-    base = settings[0].recipe
-    rows = []
-    for number, setting in enumerate(settings):
-        own = [losses[number].get(seed) for seed in seeds]
-        if any(loss is not None for loss in own):
-            changes = {name: value for name, value in setting.recipe.items() if base.get(name) != value}
-            cells = ["" if loss is None else f"{math.exp(loss):.2f}" for loss in own]
-            all_of_them = [loss for loss in own if loss is not None]
-            whole = mean(all_of_them) if len(all_of_them) == len(own) else math.inf
-            name = ", ".join(f"`{change}`" for change in in_fields(changes)) or "as it was"
-            rows.append((whole, [name, *cells, f"{whole:.4f}" if math.isfinite(whole) else ""]))
-    headers = ["change of the recipe", *(f"perplexity, seed {seed}" for seed in seeds), "mean loss"]
-    yield markdown_table(headers, [row for _, row in sorted(rows, key=lambda one: one[0])])
+def _trained(setting: Setting) -> tuple[Any, ...]:
+    """Model, budget and texts: losses of other recipes compare."""
+    return *setting.budget, setting.recipe["corpus"]
+
+
+def _tables(settings: Sequence[Setting]) -> Iterable[str]:
+    """A table for each set of seeds that a recipe was trained with, of all recipes that have these."""
+    losses = [setting.losses[ORIGINAL] for setting in settings]
+    counts = Counter(seed for own in losses for seed in own)
+    shared = [[seed for seed in counts if counts[seed] > 1 and seed in own] for own in losses]
+    for seeds in sorted({tuple(own) for own in shared if own}, key=len, reverse=True):
+        rows = [
+            (_change(setting, settings[0]), [own[seed] for seed in seeds])
+            for setting, own in zip(settings, losses, strict=True)
+            if own.keys() >= set(seeds)
+        ]
+        if len(rows) > 1:
+            yield markdown_table(
+                ["change of the recipe", *(f"perplexity, seed {seed}" for seed in seeds), "mean loss"],
+                [
+                    [name, *(f"{math.exp(loss):.2f}" for loss in own), f"{mean(own):.4f}"]
+                    for name, own in sorted(rows, key=lambda row: mean(row[1]))
+                ],
+            )
+
+
+def _change(setting: Setting, base: Setting) -> str:
+    """What a recipe changes in another."""
+    changes = {name: value for name, value in setting.recipe.items() if base.recipe.get(name) != value}
+    return ", ".join(f"`{change}`" for change in in_fields(changes)) or "as it was"
