@@ -62,6 +62,7 @@ def test_differences_are_paired_and_in_per_cent_of_perplexity(tmp_path: Path) ->
     assert gain.pairs == 3
     assert gain.difference == pytest.approx(100 * math.expm1(np.mean(differences)))
     assert gain.low == pytest.approx(100 * math.expm1(np.mean(differences) - reach))
+    assert setting.median("high:learned") == pytest.approx(100 * math.expm1(-0.01))
     assert setting.lower_in("high:learned") == "3 of 3"
 
 
@@ -148,7 +149,7 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     assert title.endswith("fresh seeds 6 to 10")
     first, second = page.split("\n## ")[1:]
     assert first.splitlines()[0].endswith("fresh seeds 6 to 10")
-    assert "| -1.0 % [-1.0, -1.0] | 5 of 5 |" in first
+    assert "| -1.0 % [-1.0, -1.0] | -1.0 % | 5 of 5 |" in first
     assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
@@ -228,7 +229,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
         f"{base}adamw, muon_rate=1.0",
         "Which recipe is best for Original?",
     ]
-    assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | 3 of 3 |" in page
+    assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | -4.9 % | 3 of 3 |" in page
     both, usual = (part.split("\n\n")[0].splitlines()[1:] for part in page.split("mean loss |\n")[1:])
     assert both == [
         "| `optimizer=muon`, `muon_rate=2.0` | 16.44 | 18.17 | 2.8500 |",

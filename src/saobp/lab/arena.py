@@ -102,7 +102,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
         "seed, checksums and result of each. A run is compared with Original of the same recipe, texts and "
         "seed. The difference is that of held-out loss, as per cent of perplexity (less is better), with a "
-        "95 % t interval over pairs."
+        "95 % t interval over pairs; beside it the median of the pairs."
     )
     yield "![Paired differences from Original with intervals](../forest.svg)"
     confirmed = any(setting.fresh for setting in settings)
@@ -144,6 +144,7 @@ HEADERS = (
     "method",
     "perplexity",
     "difference [95 % interval]",
+    "median",
     "lower in",
     "verdict",
     "parameters",
@@ -162,7 +163,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
         more = results[0].get("parameters", plain) - plain
         time = [] if times is None else [times.ratio(method, ORIGINAL)]
         if method == ORIGINAL:
-            yield [title_of(method), own, "", "", "", f"{plain:,}", *time]
+            yield [title_of(method), own, "", "", "", "", f"{plain:,}", *time]
         else:
             gain = gains[method]
             verdict = verdict_in_words(gain, perplexities)
@@ -170,6 +171,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
                 title_of(method),
                 own,
                 per_cent(gain),
+                f"{setting.median(method):+.1f} %",
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from saobp.lab.methods import METHODS
@@ -119,6 +119,10 @@ class Setting:
         """Standard deviation of the paired differences, in per cent of perplexity."""
         found = spread(self.differences(method).values())
         return None if found is None else found.deviation
+
+    def median(self, method: str) -> float:
+        """Median of the paired differences, which a seed that learns slowly does not draw."""
+        return median(self.differences(method).values())
 
     def lower_in(self, method: str) -> str:
         """``5 of 5``: pairs in which the method's loss is the lower one."""
