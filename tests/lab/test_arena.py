@@ -150,7 +150,7 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     first, second = page.split("\n## ")[1:]
     assert first.splitlines()[0].endswith("fresh seeds 6 to 10")
     assert "| -1.0 % [-1.0, -1.0] | -1.0 % | 5 of 5 |" in first
-    assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
+    assert "| -3.0 % [-3.0, -3.0] | -3.0 % | 3 of 3 |" in second
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
     assert "seeds with commas between them" in wrong.output
