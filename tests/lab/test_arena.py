@@ -66,6 +66,19 @@ def test_differences_are_paired_and_in_per_cent_of_perplexity(tmp_path: Path) ->
     assert setting.lower_in("high:learned") == "3 of 3"
 
 
+def test_a_run_whose_loss_is_not_finite_is_named_and_its_pair_left_out(tmp_path: Path) -> None:
+    for seed, loss in {42: 2.98, 1: 2.99, 2: 6.0, 3: math.nan}.items():  # 2 did not learn
+        made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0)
+        made_up_run(tmp_path / "runs", "modernbert", "high:learned", seed, loss)
+    write_arena([tmp_path / "runs"], tmp_path)
+    (setting,) = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()))
+    assert setting.differences("high:learned").keys() == {42, 1, 2}
+    page = (tmp_path / "arena" / "README.md").read_text()
+    assert "Left out, because their held-out loss is not finite: `modernbert-high-learned-3`." in page
+    assert "nan" not in page
+    assert "needs more than 10,000 pairs to be seen" in page
+
+
 def test_runs_of_other_recipes_are_not_compared(tmp_path: Path) -> None:
     made_up_run(tmp_path / "runs", "modernbert", "none", 42, 3.0)
     made_up_run(tmp_path / "runs", "modernbert", "high:learned", 42, 2.9, learning_rate=9e-4)
@@ -449,6 +462,7 @@ def test_three_pairs_are_needed_at_least_however_small_the_spread() -> None:
 @pytest.mark.parametrize(("deviation", "effect"), [(0.5, 0.5), (0.8, 0.5), (0.3, 0.4)])
 def test_so_many_pairs_find_the_effect_four_times_in_five(deviation: float, effect: float) -> None:
     pairs = pairs_needed(deviation, effect)
+    assert pairs is not None
     drawn = np.random.default_rng(0).normal(effect, deviation, (20_000, pairs))
     found = stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05
     assert 0.79 < found.mean() < 0.93

@@ -23,6 +23,7 @@ from saobp.lab.arena_records import (
     ORIGINAL,
     Setting,
     combinations,
+    has_loss,
     in_fields,
     recorded,
     settings_of,
@@ -39,7 +40,7 @@ from saobp.lab.result_page import (
     per_cent,
     verdict_in_words,
 )
-from saobp.lab.statistics import LEAST_PAIRS, in_per_cent, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, MOST_PAIRS, in_per_cent, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -89,6 +90,9 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     if tables:
         words = f"{TUNING} {AGAIN}" if repeated.exists() else TUNING
         parts += ["## Which recipe is best for Original?", words, *tables]
+    lost = [f"`{name}`" for name in sorted(records) if not has_loss(records[name])]
+    if lost:
+        parts.append(f"Left out, because their held-out loss is not finite: {', '.join(lost)}.")
     parts.append(made_on(list(records.values())))
     if notes.exists():
         parts.append(notes.read_text().strip())
@@ -233,7 +237,7 @@ def power(setting: Setting) -> str:
     if not known:
         return f"How many seeds an effect needs is not known before some method has {LEAST_PAIRS} pairs."
     typical = float(np.median(known))
-    needed = pairs_needed(typical, EFFECT)
+    needed = pairs_needed(typical, EFFECT) or f"more than {MOST_PAIRS:,}"
     return (
         f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
         f"effect of {EFFECT} % needs {needed} pairs to be seen with a probability of 80 %."

@@ -191,6 +191,12 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def has_loss(record: Mapping[str, Any]) -> bool:
+    """Whether a run was evaluated, and its loss is finite."""
+    loss = record["result"].get("eval_loss")
+    return loss is not None and math.isfinite(loss)
+
+
 def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
     """BLiMP's accuracy, and the eight scores of GLUE with their mean where none is missing."""
     found = {BLIMP: record[BLIMP]["accuracy"]} if BLIMP in record else {}
@@ -203,8 +209,8 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
     """Runs grouped by setting: encoders and small models first, then verdicts, fresh seeds, large groups.
 
-    A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
-    others is confirmed on them alone.
+    A repeated seed counts once, a run without a finite loss not at all. Each sequence of ``fresh`` seeds
+    makes groups of its own: a choice made on others is confirmed on them alone.
     """
     found: dict[str, Setting] = {}
     for record in records:
@@ -214,7 +220,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
         setting = found.setdefault(key, Setting(shared, fresh=turn > 0))
         method = method_of(recipe)
-        if result.get("eval_loss") is not None:
+        if has_loss(record):
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
         for measure, score in scores_of(record).items():
