@@ -43,6 +43,8 @@ LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
 LOST, FAILED = "lost", "failed"
 """In a claim: an error of CUDA has ended the run once; it has failed for good."""
+OF_CUDA = ("CUDA", "cuDNN")
+"""In messages of PyTorch and Triton: errors of the GPU and of its memory, which others share."""
 BLIMP_ITEMS = "blimp.csv"
 """Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
@@ -207,7 +209,7 @@ def work(queue: Queue, tokens: str) -> None:
             note(queue.out, f"done {run.name}, loss {loss:.4f}, {queue.typical:.0f} s")
         except Exception as problem:
             traceback.print_exc()
-            by_cuda = isinstance(problem, RuntimeError) and "CUDA error" in str(problem)
+            by_cuda = isinstance(problem, RuntimeError) and any(word in str(problem) for word in OF_CUDA)
             is_first = not (queue.claim_of(run) / LOST).exists()
             outcome = LOST if by_cuda and is_first else FAILED
             (queue.claim_of(run) / outcome).write_text(repr(problem)[:500])

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,7 @@ from saobp.kernels.calls import Backend
 from saobp.kernels.dispatch import select
 from saobp.quickstart.pipeline import QuickstartTexts, prepare, read_prose
 from saobp.runs.machine import machine
-from saobp.training.batches import BatchShard
+from saobp.training.batches import BatchShard, TrainingStream
 from saobp.training.objectives import objective_of
 from saobp.training.pretrain import new_model
 from saobp.training.recipes import PretrainRecipe, fast, tiny, with_steps
@@ -50,8 +51,7 @@ def losses(recipe: PretrainRecipe, texts: QuickstartTexts, device: torch.device,
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-2, total_iters=recipe.warmup_steps)
     found = []
     with kernels(used):
-        for step in range(recipe.steps):
-            batch = shard.batch(texts.train, recipe.seed, step, 0)
+        for batch in islice(TrainingStream(texts.train, shard, lambda: 0), recipe.steps):
             loss = objective(model, batch["input_ids"], batch["seeds"], recipe.precision)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)

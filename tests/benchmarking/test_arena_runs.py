@@ -197,8 +197,17 @@ def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
     assert again.claim() == second
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "Triton Error [CUDA]: unspecified launch failure",
+        "CUDA driver error: unspecified launch failure",
+        "CUDA out of memory. Tried to allocate 20.00 MiB.",
+    ],
+)
 def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
-    miniature: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    words: str, miniature: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, out = miniature
     first = next(plan.setting_runs())
@@ -207,7 +216,7 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
 
     def fault(self: Any, args: Any, state: Any, control: Any) -> Any:
         if state.global_step == 3:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(words)
         return step(self, args, state, control)
 
     def new_process(*_: Any) -> None:

@@ -62,7 +62,21 @@ def test_differences_are_paired_and_in_per_cent_of_perplexity(tmp_path: Path) ->
     assert gain.pairs == 3
     assert gain.difference == pytest.approx(100 * math.expm1(np.mean(differences)))
     assert gain.low == pytest.approx(100 * math.expm1(np.mean(differences) - reach))
+    assert setting.median("high:learned") == pytest.approx(100 * math.expm1(-0.01))
     assert setting.lower_in("high:learned") == "3 of 3"
+
+
+def test_a_run_whose_loss_is_not_finite_is_named_and_its_pair_left_out(tmp_path: Path) -> None:
+    for seed, loss in {42: 2.98, 1: 2.99, 2: 6.0, 3: math.nan}.items():  # 2 did not learn
+        made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0)
+        made_up_run(tmp_path / "runs", "modernbert", "high:learned", seed, loss)
+    write_arena([tmp_path / "runs"], tmp_path)
+    (setting,) = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()))
+    assert setting.differences("high:learned").keys() == {42, 1, 2}
+    page = (tmp_path / "arena" / "README.md").read_text()
+    assert "Left out, because their held-out loss is not finite: `modernbert-high-learned-3`." in page
+    assert "nan" not in page
+    assert "needs more than 10,000 pairs to be seen" in page
 
 
 def test_runs_of_other_recipes_are_not_compared(tmp_path: Path) -> None:
@@ -148,8 +162,8 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     assert title.endswith("fresh seeds 6 to 10")
     first, second = page.split("\n## ")[1:]
     assert first.splitlines()[0].endswith("fresh seeds 6 to 10")
-    assert "| -1.0 % [-1.0, -1.0] | 5 of 5 |" in first
-    assert "| -3.0 % [-3.0, -3.0] | 3 of 3 |" in second
+    assert "| -1.0 % [-1.0, -1.0] | -1.0 % | 5 of 5 |" in first
+    assert "| -3.0 % [-3.0, -3.0] | -3.0 % | 3 of 3 |" in second
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
     assert "seeds with commas between them" in wrong.output
@@ -204,6 +218,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     for seed, loss in ((42, 2.8), (9, 2.9)):
         made_up_run(tmp_path / "tuning", "modernbert", "none", seed, loss, **muon)
     made_up_run(tmp_path / "warm", "modernbert", "none", 42, 2.9, warmup_steps=600)
+    made_up_run(tmp_path / "books", "modernbert", "none", 42, 2.5, corpus="books")  # other texts
     again = json.loads((tmp_path / "runs" / "modernbert-none-42" / "recipe.json").read_text())
     again = {"run": "again", "recipe": again, "result": {"eval_loss": 3.1}}
     (tmp_path / "arena").mkdir()
@@ -211,7 +226,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     for seed in (11, 12, 13):
         for method, loss in (("none", 2.85), ("gate", 2.84), ("temperature", 2.80)):
             made_up_run(tmp_path / "fresh", "modernbert", method, seed, loss, **muon)
-    for folder in ("tuning", "warm"):
+    for folder in ("tuning", "warm", "books"):
         for run in list((tmp_path / folder).iterdir()):
             run.rename(tmp_path / "fresh" / f"{folder}-{run.name}")
     folders = [str(tmp_path / name) for name in ("runs", "fresh")]
@@ -227,22 +242,23 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
         f"{base}adamw, muon_rate=1.0",
         "Which recipe is best for Original?",
     ]
-    assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | 3 of 3 |" in page
-    table = page.split("mean loss |\n")[1].split("\n\n")[0].splitlines()[1:]
-    assert [line.split(" | ")[0] for line in table] == [
-        "| `optimizer=muon`, `muon_rate=2.0`",
-        "| as it was",
-        "| `warmup_steps=600`",
+    assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | -4.9 % | 3 of 3 |" in page
+    both, usual = (part.split("\n\n")[0].splitlines()[1:] for part in page.split("mean loss |\n")[1:])
+    assert both == [
+        "| `optimizer=muon`, `muon_rate=2.0` | 16.44 | 18.17 | 2.8500 |",
+        "| as it was | 22.20 | 20.09 | 3.0500 |",  # the run that was made again counts
     ]
-    assert table[0].endswith("| 16.44 | 18.17 | 2.8500 |")
-    assert table[1].endswith("| 22.20 | 20.09 | 3.0500 |")  # the run that was made again counts
+    assert usual == [
+        "| `optimizer=muon`, `muon_rate=2.0` | 16.44 | 2.8000 |",
+        "| `warmup_steps=600` | 18.17 | 2.9000 |",
+        "| as it was | 22.20 | 3.1000 |",
+    ]
     assert "that run counts ([again.json](again.json))" in page
     (tmp_path / "arena" / "again.json").unlink()
     CliRunner().invoke(app, ["arena", *folders, *options])
     page = (tmp_path / "arena" / "README.md").read_text()
     assert "Which recipe is best for Original?" in page
     assert "again.json" not in page
-    assert table[2].endswith("| 18.17 |  |  |")
     records = json.loads((tmp_path / "arena" / "runs.json").read_text())
     plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))
     assert len(plot.axes) == 2
@@ -446,6 +462,7 @@ def test_three_pairs_are_needed_at_least_however_small_the_spread() -> None:
 @pytest.mark.parametrize(("deviation", "effect"), [(0.5, 0.5), (0.8, 0.5), (0.3, 0.4)])
 def test_so_many_pairs_find_the_effect_four_times_in_five(deviation: float, effect: float) -> None:
     pairs = pairs_needed(deviation, effect)
+    assert pairs is not None
     drawn = np.random.default_rng(0).normal(effect, deviation, (20_000, pairs))
     found = stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05
     assert 0.79 < found.mean() < 0.93

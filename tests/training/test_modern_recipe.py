@@ -20,10 +20,11 @@ from saobp.testing.tiny_training import forked, small_recipe, small_tokenizer, t
 from saobp.training import trainer
 from saobp.training.architectures import build_model
 from saobp.training.averaging import WeightAverage
-from saobp.training.batches import HELD_OUT_SEED, BatchShard
-from saobp.training.muon import BatchedMuon, MuonWithAdamW, hidden_matrices
+from saobp.training.batches import BatchShard
+from saobp.training.muon import BatchedMuon, MuonWithAdamW, Parts, hidden_matrices
 from saobp.training.objectives import HELD_OUT_SHARE, MaskedLM, row_seeds
 from saobp.training.recipes import named_recipe, parse_override
+from saobp.transformers.apply import apply
 
 ALL = {
     "family": "modernbert",
@@ -96,7 +97,7 @@ def test_a_falling_share_hides_fewer_tokens_at_every_step() -> None:
     assert counts[0].unique().tolist() == [8]
     assert counts[12].unique().tolist() == [4]
     assert torch.equal(counts.flatten(1)[:, 0].sort(descending=True).values, counts.flatten(1)[:, 0])
-    assert "counts" not in share.batch(Zeros(), HELD_OUT_SEED, 0, 0)
+    assert "counts" not in share.held_out(Zeros(), 0, 0, 4)
 
 
 def test_counts_hide_and_predict_the_first_places_alone() -> None:
@@ -199,7 +200,7 @@ def test_matrices_of_one_shape_together_move_as_by_muon_of_pytorch() -> None:
     shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (16, 16), (16, 64)]
     start = [torch.randn(shape, generator=draw) for shape in shapes]
     mine, theirs = ([nn.Parameter(one.clone()) for one in start] for _ in range(2))
-    batched = BatchedMuon(mine, 0.02, 0.1)
+    batched = BatchedMuon(dict.fromkeys(mine, Parts()), 0.02, 0.1)
     single = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
         for one, other in zip(mine, theirs, strict=True):
@@ -214,9 +215,29 @@ def test_matrices_of_one_shape_together_move_as_by_muon_of_pytorch() -> None:
         assert moved > 0.5 * 0.2 * 0.02 * one.numel() ** 0.5
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_a_fused_matrix_move_as_matrices_of_their_own(dim: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(16, 24, generator=draw) for _ in range(3)]
+    fused = nn.Parameter(torch.cat(start, dim))
+    apart = [nn.Parameter(one.clone()) for one in start]
+    mine = BatchedMuon({fused: Parts(3, dim)}, 0.02, 0.1)
+    theirs = torch.optim.Muon(apart, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        # queries and keys have small gradients at first: together the values would drown them
+        gradients = [scale * torch.randn(16, 24, generator=draw) for scale in (0.01, 0.1, 1.0)]
+        fused.grad = torch.cat(gradients, dim)
+        for one, gradient in zip(apart, gradients, strict=True):
+            one.grad = gradient
+        mine.step()
+        theirs.step()
+    for before, one, other in zip(start, fused.chunk(3, dim), apart, strict=True):
+        assert (one - other).norm() < 0.01 * (other - before).norm()  # rounding of bfloat16
+
+
 def test_muon_computes_gradients_by_a_closure_and_waits_where_there_are_none() -> None:
     matrices = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
-    muon = BatchedMuon(matrices, 0.02, 0.0)
+    muon = BatchedMuon(dict.fromkeys(matrices, Parts()), 0.02, 0.0)
     muon.step()
     assert all(bool((matrix == 1).all()) for matrix in matrices)
 
@@ -276,8 +297,24 @@ def test_a_divided_model_has_no_whole_matrices(changes: Any, tmp_path: Path, mon
 
 def test_hidden_matrices_are_found_in_every_family() -> None:
     for family, per_layer in (("bert", 6), ("gpt2", 4), ("modernbert", 4), ("llama", 7)):
-        model = build_model(family, "tiny", vocabulary=60, length=16)
+        model = apply(build_model(family, "tiny", vocabulary=60, length=16), "high:learned+gate")
         assert len(hidden_matrices(model)) == 2 * per_layer, family
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [
+        ("bert", {}),
+        ("gpt2", {"c_attn": (3, 1)}),
+        ("modernbert", {"Wqkv": (3, 0), "Wi": (2, 0)}),
+        ("llama", {}),
+    ],
+)
+def test_muon_knows_what_matrices_a_layer_holds(family: str, fused: dict[str, Any]) -> None:
+    model = build_model(family, "tiny", vocabulary=60, length=16)
+    names = {parameter: name.split(".")[-2] for name, parameter in model.named_parameters()}
+    found = {names[one]: tuple(parts) for one, parts in hidden_matrices(model).items() if parts.number > 1}
+    assert found == fused
 
 
 def test_a_killed_run_goes_on_with_the_same_means_and_momenta(tmp_path: Path) -> None:

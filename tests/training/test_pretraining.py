@@ -19,6 +19,7 @@ from saobp.testing.tiny_training import RandomRows, small_recipe, small_tokenize
 from saobp.training import batches
 from saobp.training import pretrain as pretraining
 from saobp.training.batches import TOGETHER, BatchShard, TrainingStream, held_out_batches
+from saobp.training.objectives import row_seeds
 from saobp.training.trainer import PretrainTrainer, arguments
 
 KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}
@@ -212,6 +213,21 @@ def test_held_out_batches_are_shared_and_fit_little_text(processes: int) -> None
     )
     one = held_out_batches(RandomRows(1, recipe.length, 60), shares[0])
     assert len(one) == (1 if processes == 1 else 0)
+
+
+def test_held_out_rows_are_masked_alike_whatever_the_batch() -> None:
+    """Losses of recipes with other batches compare, and with those of recorded runs, of 256 rows a step."""
+    rows, masks = RandomRows(512, 8, 60), []
+    for size, accumulation in ((256, 1), (128, 1), (64, 2), (512, 1)):
+        recipe = small_recipe(
+            batch_size=size, accumulation=accumulation, evaluation_rows=512, masked_share_end=0.1
+        )
+        share = BatchShard(recipe, 0, 1, torch.device("cpu"))
+        found = batches.joined(held_out_batches(rows, share))
+        assert torch.equal(found["input_ids"], rows.at(np.arange(512))["input_ids"])
+        masks.append(found["seeds"].tolist())
+    recorded = [row_seeds(batches.HELD_OUT_SEED, step, range(256)) for step in range(2)]
+    assert masks == [np.concatenate(recorded).tolist()] * 4
 
 
 def test_small_held_out_batches_are_joined_to_batches_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from saobp.lab.arena_records import (
     ORIGINAL,
     Setting,
     combinations,
+    has_loss,
     in_fields,
     recorded,
     settings_of,
@@ -39,7 +40,7 @@ from saobp.lab.result_page import (
     made_on,
     markdown_table,
 )
-from saobp.lab.statistics import LEAST_PAIRS, as_percent, paired_gain, pairs_needed, spread
+from saobp.lab.statistics import LEAST_PAIRS, MOST_PAIRS, as_percent, paired_gain, pairs_needed, spread
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
@@ -89,6 +90,9 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     if tables:
         words = f"{TUNING} {AGAIN}" if repeated.exists() else TUNING
         parts += ["## Which recipe is best for Original?", words, *tables]
+    lost = [f"`{name}`" for name in sorted(records) if not has_loss(records[name])]
+    if lost:
+        parts.append(f"Left out, because their held-out loss is not finite: {', '.join(lost)}.")
     parts.append(made_on(list(records.values())))
     if notes.exists():
         parts.append(notes.read_text().strip())
@@ -102,7 +106,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
         "seed, checksums and result of each. A run is compared with Original of the same recipe, texts and "
         "seed. The difference is that of held-out loss, as per cent of perplexity (less is better), with a "
-        "95 % t interval over pairs."
+        "95 % t interval over pairs; beside it the median of the pairs."
     )
     yield "![Paired differences from Original with intervals](../forest.svg)"
     confirmed = any(setting.fresh for setting in settings)
@@ -144,6 +148,7 @@ HEADERS = (
     "method",
     "perplexity",
     "difference [95 % interval]",
+    "median",
     "lower in",
     "verdict",
     "parameters",
@@ -162,7 +167,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
         more = results[0].get("parameters", plain) - plain
         time = [] if times is None else [times.ratio(method, ORIGINAL)]
         if method == ORIGINAL:
-            yield [title_of(method), mean_text, "", "", "", f"{plain:,}", *time]
+            yield [title_of(method), mean_text, "", "", "", "", f"{plain:,}", *time]
         else:
             gain = gains[method]
             verdict = format_verdict(gain, perplexities)
@@ -170,6 +175,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
                 title_of(method),
                 mean_text,
                 format_percent(gain),
+                f"{setting.median(method):+.1f} %",
                 setting.lower_in(method),
                 verdict,
                 f"+{more:,}",
@@ -231,7 +237,7 @@ def power(setting: Setting) -> str:
     if not deviations:
         return f"How many seeds an effect needs is not known before some method has {LEAST_PAIRS} pairs."
     typical = float(np.median(deviations))
-    needed = pairs_needed(typical, EFFECT)
+    needed = pairs_needed(typical, EFFECT) or f"more than {MOST_PAIRS:,}"
     return (
         f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
         f"effect of {EFFECT} % needs {needed} pairs to be seen with a probability of 80 %."

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from saobp.lab.methods import METHODS
@@ -120,6 +120,10 @@ class Setting:
         summary = spread(self.differences(method).values())
         return None if summary is None else summary.deviation
 
+    def median(self, method: str) -> float:
+        """Median of the paired differences, which a seed that learns slowly does not draw."""
+        return median(self.differences(method).values())
+
     def lower_in(self, method: str) -> str:
         """``5 of 5``: pairs in which the method's loss is the lower one."""
         pairs = self.differences(method).values()
@@ -189,6 +193,12 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return records
 
 
+def has_loss(record: Mapping[str, Any]) -> bool:
+    """Whether a run was evaluated, and its loss is finite."""
+    loss = record["result"].get("eval_loss")
+    return loss is not None and math.isfinite(loss)
+
+
 def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
     """BLiMP's accuracy, and the eight scores of GLUE with their mean where none is missing."""
     scores = {BLIMP: record[BLIMP]["accuracy"]} if BLIMP in record else {}
@@ -201,8 +211,8 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
 def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
     """Runs grouped by setting: encoders and small models first, then verdicts, fresh seeds, large groups.
 
-    A repeated seed counts once. Each sequence of ``fresh`` seeds makes groups of its own: a choice made on
-    others is confirmed on them alone.
+    A repeated seed counts once, a run without a finite loss not at all. Each sequence of ``fresh`` seeds
+    makes groups of its own: a choice made on others is confirmed on them alone.
     """
     by_key: dict[str, Setting] = {}
     for record in records:
@@ -212,7 +222,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
         setting = by_key.setdefault(key, Setting(shared, fresh=turn > 0))
         method = method_of(recipe)
-        if result.get("eval_loss") is not None:
+        if has_loss(record):
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
             setting.results.setdefault(method, []).append(result)
         for measure, score in scores_of(record).items():

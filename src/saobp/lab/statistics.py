@@ -15,6 +15,7 @@ CONFIDENCE = 0.95
 POWER = 0.8
 LEAST_PAIRS = 3
 """With fewer, a comparison is inconclusive."""
+MOST_PAIRS = 10_000
 
 Verdict = Literal["gain", "loss", "no gain", "undecided"]
 
@@ -114,19 +115,19 @@ def _verdict(low: float, high: float, higher_is_better: bool) -> Verdict:
     return "gain" if (low > 0) == higher_is_better else "loss"
 
 
-def pairs_needed(deviation: float, effect: float) -> int:
-    """Sample size of a paired t test at 5 % for an effect, at a power of 80 %.
+def pairs_needed(deviation: float, effect: float) -> int | None:
+    """Sample size of a paired t test at 5 % for an effect, at a power of 80 %; None beyond ``MOST_PAIRS``.
 
     deviation: standard deviation of the paired differences, in the unit of the effect
     """
     if not deviation > 0 or effect == 0:
         raise ValueError(f"power needs a spread above 0 and an effect, not {deviation} and {effect}")
     ratio = min(abs(effect) / deviation, 30.0)  # two pairs are enough, and the distribution overflows
-    for pairs in range(2, 10_000):
+    for pairs in range(2, MOST_PAIRS + 1):
         beyond = float(stats.t.ppf(0.5 + CONFIDENCE / 2, pairs - 1))
         if stats.nct.sf(beyond, pairs - 1, ratio * math.sqrt(pairs)) >= POWER:
             return max(pairs, LEAST_PAIRS)
-    raise ValueError(f"an effect of {effect} needs more than 10,000 pairs at a spread of {deviation}")
+    return None
 
 
 Status = Literal["reproduces", "does not reproduce", "not shown", "could not be decided", "not run"]

@@ -24,6 +24,8 @@ HELD_OUT_ROWS = 256
 """Most rows of small batches that are evaluated at once: launches cost more than rows."""
 HELD_OUT_SEED = 0x5A0BED
 """Seed of held-out masks, whatever the seed of the run: every evaluation masks the same."""
+HELD_OUT_STEP = 256
+"""Held-out rows are masked as in batches of so many rows, whatever the recipe's: losses compare."""
 
 Batch = dict[str, Tensor]
 """``input_ids`` ``[rows, length]``, ``seeds`` ``[rows]`` and, where the masked share decays, ``counts``
@@ -53,30 +55,35 @@ class BatchShard:
         self.recipe, self.process, self.processes, self.device = recipe, process, processes, device
         self.rows = recipe.batch_size // parts
 
-    def batch(self, rows: TokenRows, seed: int, step: int, part: int, count: int | None = None) -> Batch:
-        """Micro-batch ``part`` of this process at a step, on its device; or ``count`` rows of it."""
-        count = self.rows if count is None else count
-        indices = (part * self.processes + self.process) * count + np.arange(count)
-        return self.moved(self._gathered(rows, seed, np.array(step), indices))
+    def held_out(self, rows: TokenRows, batch: int, part: int, count: int) -> Batch:
+        """``count`` held-out rows of micro-batch ``part`` of a batch of this process, on its device.
+
+        The masks of a row follow from its number alone.
+        """
+        first = batch * self.recipe.batch_size + (part * self.processes + self.process) * count
+        numbers = first + np.arange(count)
+        seeds = [
+            row_seeds(HELD_OUT_SEED, number // HELD_OUT_STEP, [number % HELD_OUT_STEP])
+            for number in numbers.tolist()
+        ]
+        ids = rows.at(numbers)["input_ids"]
+        return self.moved({"input_ids": ids, "seeds": torch.from_numpy(np.concatenate(seeds))})
 
     def steps(self, rows: TokenRows, seed: int, first: int, count: int) -> Batch:
         """All micro-batches of some steps, ``[steps, parts, rows, ...]``, in host memory."""
         starts = (np.arange(self.recipe.accumulation) * self.processes + self.process) * self.rows
-        return self._gathered(rows, seed, first + np.arange(count), starts[:, None] + np.arange(self.rows))
-
-    def _gathered(self, rows: TokenRows, seed: int, steps: np.ndarray, indices: np.ndarray) -> Batch:
-        """Rows at the given indices of each step's batch, pinned for a GPU."""
+        steps, indices = first + np.arange(count), starts[:, None] + np.arange(self.rows)
         numbers = np.add.outer(steps * self.recipe.batch_size, indices)
         ids = rows.at(numbers.reshape(-1))["input_ids"]
-        seeds = np.array([row_seeds(seed, int(step), indices) for step in steps.reshape(-1)])
+        seeds = np.array([row_seeds(seed, int(step), indices) for step in steps])
         batch = {
             "input_ids": ids.view(*numbers.shape, -1),
             "seeds": torch.from_numpy(seeds.reshape(numbers.shape)),
         }
-        if self.recipe.masked_share_end is not None and seed != HELD_OUT_SEED:
-            shares = [self.recipe.share_at(int(step)) for step in steps.reshape(-1)]
+        if self.recipe.masked_share_end is not None:
+            shares = [self.recipe.share_at(int(step)) for step in steps]
             counts = np.array([hidden_count(share, ids.shape[-1]) for share in shares])
-            spread = np.broadcast_to(counts.reshape(steps.shape + (1,) * indices.ndim), numbers.shape)
+            spread = np.broadcast_to(counts[:, None, None], numbers.shape)
             batch["counts"] = torch.from_numpy(spread.copy())
         if self.device.type != "cuda":
             return batch
@@ -120,7 +127,7 @@ def held_out_batches(rows: TokenRows, shard: BatchShard) -> list[Batch]:
     if count == 0:
         return []
     gathered = [
-        shard.batch(rows, HELD_OUT_SEED, number, part, count)
+        shard.held_out(rows, number, part, count)
         for number in range(batches)
         for part in range(recipe.accumulation)
     ]
@@ -140,4 +147,4 @@ def health_batch(rows: TokenRows, shard: BatchShard) -> Batch:
     They are the same however many processes there are, if these divide their number.
     """
     wanted = min(shard.recipe.health_texts, len(rows))
-    return shard.batch(rows, HELD_OUT_SEED, 0, 0, max(1, wanted // shard.processes))
+    return shard.held_out(rows, 0, 0, max(1, wanted // shard.processes))

@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+FUSED = {"Wqkv": 3, "c_attn": 3, "Wi": 2}
+"""Layers that hold several matrices in one: queries, keys and values, or input and gate."""
 
 
-def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+class Parts(NamedTuple):
+    """How many matrices of one size a parameter holds, one after the other along a dimension."""
+
+    number: int = 1
+    dim: int = 0
+
+    def of(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """These matrices, as views."""
+        return matrix.chunk(self.number, self.dim)
+
+
+def hidden_matrices(model: PreTrainedModel) -> dict[nn.Parameter, Parts]:
     """Weight matrices of a model's layers: not embeddings, heads, norms, biases or added parameters."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    return [
-        parameter
-        for name, parameter in model.base_model.named_parameters()
-        if parameter.ndim == 2 and id(parameter) not in tables and ".saobp." not in name
-    ]
+    return {
+        parameter: Parts(FUSED.get(path.rpartition(".")[2], 1), int(isinstance(layer, Conv1D)))
+        for path, layer in model.base_model.named_modules()
+        for parameter in layer.parameters(recurse=False)
+        if parameter.ndim == 2 and id(parameter) not in tables and ".saobp" not in path
+    }
 
 
 class BatchedMuon(torch.optim.Muon):
-    """``torch.optim.Muon`` with ``match_rms_adamw`` that orthogonalises matrices of one shape together.
+    """``torch.optim.Muon`` with ``match_rms_adamw``, for many small matrices and for fused ones.
 
-    PyTorch's takes one after another, which are hundreds of small kernels.
+    PyTorch's takes one matrix after another, which are hundreds of small kernels: here matrices of one size
+    are orthogonalised together. It also takes a fused matrix as one, and Muon works better on queries, keys
+    and values apart (https://kellerjordan.github.io/posts/muon/): here each part has an update of its own.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], rate: float, decay: float) -> None:
-        super().__init__(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    def __init__(self, matrices: Mapping[nn.Parameter, Parts], rate: float, decay: float) -> None:
+        super().__init__(list(matrices), lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self.parts = dict(matrices)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -46,15 +65,18 @@ class BatchedMuon(torch.optim.Muon):
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
             torch._foreach_mul_(trainable, 1 - group["lr"] * group["weight_decay"])
-            alike: dict[torch.Size, list[int]] = defaultdict(list)
-            for number, parameter in enumerate(trainable):
-                alike[parameter.shape].append(number)
-            for shape, numbers in alike.items():
-                together = torch.stack([updates[number] for number in numbers])
+            alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for parameter, update in zip(trainable, updates, strict=True):
+                parts = self.parts[parameter]
+                for matrix, its_update in zip(parts.of(parameter), parts.of(update), strict=True):
+                    alike[matrix.shape].append((matrix, its_update))
+            for shape, pairs in alike.items():
+                matrices, matrix_updates = zip(*pairs, strict=True)
+                together = torch.stack(matrix_updates)
                 together = orthogonalised(together, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 torch._foreach_add_(
-                    [trainable[number] for number in numbers],
-                    together.to(trainable[numbers[0]].dtype).unbind(),
+                    matrices,
+                    together.to(matrices[0].dtype).unbind(),
                     alpha=-group["lr"] * 0.2 * max(shape) ** 0.5,
                 )
         return loss
@@ -81,7 +103,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     parameter groups with this optimiser, so schedulers reach them.
     """
 
-    def __init__(self, adamw: torch.optim.Optimizer, matrices: list[nn.Parameter], rate: float) -> None:
+    def __init__(
+        self, adamw: torch.optim.Optimizer, matrices: Mapping[nn.Parameter, Parts], rate: float
+    ) -> None:
         moved = {id(matrix) for matrix in matrices}
         for group in adamw.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
