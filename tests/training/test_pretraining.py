@@ -20,6 +20,7 @@ from saobp.training import batches
 from saobp.training import pretrain as pretraining
 from saobp.training.batches import TOGETHER, BatchShard, TrainingStream, held_out_batches
 from saobp.training.objectives import row_seeds
+from saobp.training.recipes import PretrainRecipe
 from saobp.training.trainer import PretrainTrainer, arguments
 
 KEYS = {"step", "tokens", "seconds", "loss", "grad_norm", "learning_rate"}
@@ -215,19 +216,32 @@ def test_held_out_batches_are_shared_and_fit_little_text(processes: int) -> None
     assert len(one) == (1 if processes == 1 else 0)
 
 
-def test_held_out_rows_are_masked_alike_whatever_the_batch() -> None:
+def held_out_seeds(recipe: PretrainRecipe) -> list[int]:
+    rows = RandomRows(512, recipe.length, 60)
+    batch = batches.joined(held_out_batches(rows, BatchShard(recipe, 0, 1, torch.device("cpu"))))
+    assert torch.equal(batch["input_ids"], rows.at(np.arange(512))["input_ids"])
+    return batch["seeds"].tolist()
+
+
+def seeds_by_batches_of(size: int) -> list[int]:
+    steps = [row_seeds(batches.HELD_OUT_SEED, step, range(size)) for step in range(512 // size)]
+    return np.concatenate(steps).tolist()
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(256, 1), (128, 1), (64, 2), (512, 1)])
+def test_held_out_rows_are_masked_alike_whatever_the_batch(size: int, accumulation: int) -> None:
     """Losses of recipes with other batches compare, and with those of recorded runs, of 256 rows a step."""
-    rows, masks = RandomRows(512, 8, 60), []
-    for size, accumulation in ((256, 1), (128, 1), (64, 2), (512, 1)):
-        recipe = small_recipe(
-            batch_size=size, accumulation=accumulation, evaluation_rows=512, masked_share_end=0.1
-        )
-        share = BatchShard(recipe, 0, 1, torch.device("cpu"))
-        found = batches.joined(held_out_batches(rows, share))
-        assert torch.equal(found["input_ids"], rows.at(np.arange(512))["input_ids"])
-        masks.append(found["seeds"].tolist())
-    recorded = [row_seeds(batches.HELD_OUT_SEED, step, range(256)) for step in range(2)]
-    assert masks == [np.concatenate(recorded).tolist()] * 4
+    recipe = small_recipe(
+        batch_size=size, accumulation=accumulation, evaluation_rows=512, masked_share_end=0.1, length=128
+    )
+    assert held_out_seeds(recipe) == seeds_by_batches_of(256)
+
+
+def test_held_out_rows_are_masked_as_in_recorded_runs_of_other_batches() -> None:
+    longer = small_recipe(batch_size=64, length=512, evaluation_rows=512)
+    assert held_out_seeds(longer) == seeds_by_batches_of(64)
+    printed = replace(small_recipe(batch_size=32, length=128, evaluation_rows=512), name="paper")
+    assert held_out_seeds(printed) == seeds_by_batches_of(32)
 
 
 def test_small_held_out_batches_are_joined_to_batches_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

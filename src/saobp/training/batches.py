@@ -24,8 +24,9 @@ HELD_OUT_ROWS = 256
 """Most rows of small batches that are evaluated at once: launches cost more than rows."""
 HELD_OUT_SEED = 0x5A0BED
 """Seed of held-out masks, whatever the seed of the run: every evaluation masks the same."""
-HELD_OUT_STEP = 256
-"""Held-out rows are masked as in batches of so many rows, whatever the recipe's: losses compare."""
+HELD_OUT_TOKENS = 256 * 128
+"""Held-out rows are masked as in batches of so many tokens, whatever the recipe's, so that losses compare.
+Recorded runs of the recipes ``fast`` and ``modern`` had such batches."""
 
 Batch = dict[str, Tensor]
 """``input_ids`` ``[rows, length]``, ``seeds`` ``[rows]`` and, where the masked share decays, ``counts``
@@ -54,6 +55,9 @@ class BatchShard:
             )
         self.recipe, self.process, self.processes, self.device = recipe, process, processes, device
         self.rows = recipe.batch_size // parts
+        # recorded runs of the paper's recipe were evaluated on masks by their own batches
+        is_paper = recipe.name == "paper"
+        self.held_out_batch = recipe.batch_size if is_paper else max(1, HELD_OUT_TOKENS // recipe.length)
 
     def held_out(self, rows: TokenRows, batch: int, part: int, count: int) -> Batch:
         """``count`` held-out rows of micro-batch ``part`` of a batch of this process, on its device.
@@ -63,7 +67,7 @@ class BatchShard:
         first = batch * self.recipe.batch_size + (part * self.processes + self.process) * count
         numbers = first + np.arange(count)
         seeds = [
-            row_seeds(HELD_OUT_SEED, number // HELD_OUT_STEP, [number % HELD_OUT_STEP])
+            row_seeds(HELD_OUT_SEED, number // self.held_out_batch, [number % self.held_out_batch])
             for number in numbers.tolist()
         ]
         ids = rows.at(numbers)["input_ids"]
