@@ -37,6 +37,8 @@ MEDIUM_RATE = 5 / 7
 """Medium's rate over small's, as in the recipe ``modern``."""
 MANY_SEEDS = tuple(range(51, 61))
 COMPARED = (ORIGINAL, LEARNED, KEY_BIAS, "qk-norm", f"{LEARNED}+qk-norm", f"{KEY_BIAS}+qk-norm")
+LONGER = {KEY_BIAS: 2, LEARNED: 4}
+"""Per cent of further steps that Original has in as much time as the usual steps of a form take."""
 PAIR_SEEDS = (31, 32, 33, 34, 35)
 """For Original and learned strengths of small, and of mini on books alone."""
 MEDIUM_SEEDS = PAIR_SEEDS[:2]
@@ -51,6 +53,7 @@ class Run:
 
     setting: one of SETTINGS
     rate:    learning rate of small and medium; that of mini is the recipe's
+    longer:  per cent of further steps
     """
 
     form: str
@@ -59,6 +62,7 @@ class Run:
     size: str = "mini"
     rate: float | None = None
     corpus: str = MIXTURE
+    longer: int = 0
 
     @property
     def name(self) -> str:
@@ -66,20 +70,23 @@ class Run:
         rate = "" if self.rate is None else f"rate-{self.rate:.2g}"
         corpus = {MIXTURE: "", BOOKS: "books"}[self.corpus]
         method = form.replace("+", "-").replace(":", "-")
-        parts = ["modernbert", self.size, self.setting, rate, corpus, method, str(self.seed)]
+        longer = f"{self.longer}-percent-longer" if self.longer else ""
+        parts = ["modernbert", self.size, self.setting, rate, corpus, method, longer, str(self.seed)]
         return "-".join(part for part in parts if part)
 
     @property
     def recipe(self) -> PretrainRecipe:
-        """The recipe ``modern`` for 98 million tokens, without evaluations during training."""
+        """The recipe ``modern`` for 98 million tokens or a few per cent more, evaluated at its end alone."""
         usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
         changes = {"batch_size": ROWS, "length": LENGTH, "steps": STEPS, **SETTINGS[self.setting]}
+        changes["steps"] += changes["steps"] * self.longer // 100
         rate = usual.learning_rate if self.rate is None else self.rate
         return replace(
             usual,
             **changes,
             learning_rate=rate,
             corpus=self.corpus,
+            log_steps=12 if self.longer else usual.log_steps,  # a divisor of the next two
             evaluation_steps=changes["steps"],
             checkpoint_steps=changes["steps"] // 5,
             health_texts=0,
@@ -97,7 +104,7 @@ class Run:
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),
             *("optimizer", "muon_rate", "averaged_share", "strength_rate"),
-            *("evaluation_steps", "checkpoint_steps", "health_texts"),
+            *("log_steps", "evaluation_steps", "checkpoint_steps", "health_texts"),
         ):
             value = getattr(recipe, name)
             words += ["--set", f"{name}={'none' if value is None else value}"]
@@ -117,7 +124,7 @@ def planned_runs(losses: Losses) -> Iterator[Run]:
     setting = chosen_setting(losses)
     if setting is None:
         return
-    yield from (Run(form, seed, setting) for seed in MANY_SEEDS for form in COMPARED)
+    yield from (run for seed in MANY_SEEDS for run in compared_runs(seed, setting))
     yield from rate_runs(setting)
     rate = chosen_rate(setting, losses)
     if rate is not None:
@@ -126,6 +133,13 @@ def planned_runs(losses: Losses) -> Iterator[Run]:
     if rate is not None:
         yield from _pairs(MEDIUM_SEEDS, setting, "medium", MEDIUM_RATE * rate)
     yield from (Run(rival, seed, setting) for seed in RIVAL_SEEDS for rival in RIVALS)
+
+
+def compared_runs(seed: int, setting: str) -> Iterator[Run]:
+    """All forms of a seed; Original for longer comes after the forms without QK-norm."""
+    yield from (Run(form, seed, setting) for form in COMPARED[:3])
+    yield from (Run(ORIGINAL, seed, setting, longer=longer) for longer in LONGER.values())
+    yield from (Run(form, seed, setting) for form in COMPARED[3:])
 
 
 def tuning_runs() -> Iterator[Run]:

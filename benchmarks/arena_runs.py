@@ -183,6 +183,7 @@ def pack(out: Path, file: Path) -> None:
     for folder, inner, names in os.walk(out / "runs"):
         inner[:] = [name for name in inner if name not in (MODEL, CHECKPOINTS)]
         paths += [Path(folder, name) for name in names if name not in (LOCK_OF_RUN, BLIMP_ITEMS)]
+    paths += out.glob(f"claims/*/{FAILED}")  # so that a choice made without a failed run stays as it is
     with tarfile.open(file, "w:xz") as archive:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):

@@ -48,6 +48,8 @@ def test_the_plan_names_settings_methods_and_seeds() -> None:
     for form in (*plan.COMPARED[1:], *plan.RIVALS):
         assert f"`{form}`" in seven
         assert str(Refinement.of(form)) == form
+    for longer in plan.LONGER.values():
+        assert f"{3000 + 30 * longer:,} steps" in seven
     for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
         assert f"{seeds[0]} to {seeds[-1]}" in seven
 
@@ -56,9 +58,10 @@ def test_runs_come_in_the_order_of_the_plan_and_the_comparison_has_seeds_of_its_
     names = list(RUNS)
     assert names[0] == "modernbert-mini-masked-30-to-15-original-42"
     assert names[3] == "modernbert-mini-muon-falling-128-rows-original-42"
-    compared, rest = names[15:75], names[75:]
-    assert compared[1::6] == [f"modernbert-mini-muon-falling-learned-{seed}" for seed in range(51, 61)]
-    assert compared[5] == "modernbert-mini-muon-falling-high-key-bias-learned-qk-norm-51"
+    compared, rest = names[15:95], names[95:]
+    assert compared[1::8] == [f"modernbert-mini-muon-falling-learned-{seed}" for seed in range(51, 61)]
+    assert compared[3:5] == [f"modernbert-mini-muon-falling-original-{n}-percent-longer-51" for n in (2, 4)]
+    assert compared[7] == "modernbert-mini-muon-falling-high-key-bias-learned-qk-norm-51"
     assert not {RUNS[name].seed for name in compared} & {one["recipe"]["seed"] for one in RECORDS}
     assert rest[0] == "modernbert-small-muon-falling-rate-0.0028-original-42"
     assert rest[8:10] == [f"modernbert-small-muon-falling-rate-0.002-{form}-31" for form in FORMS]
@@ -98,7 +101,7 @@ def test_recorded_runs_of_the_first_setting_have_its_names_and_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*list(RUNS)[:27:3], *(name for name in RUNS if name.endswith("learned-31"))]
+    "name", [*list(RUNS)[:27:3], *(name for name in RUNS if name.endswith(("learned-31", "longer-51")))]
 )
 def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
     done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
@@ -109,7 +112,7 @@ def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
     recipe = RUNS[name].recipe
-    assert recipe.tokens == 98_304_000
+    assert recipe.tokens == 98_304_000 * (100 + RUNS[name].longer) // 100
     assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01)
     assert recipe.size == name.split("-")[1]
 
@@ -124,6 +127,9 @@ def test_settings_differ_from_the_recipe_in_what_they_name() -> None:
         intervals = {"evaluation_steps": steps, "checkpoint_steps": steps // 5}
         assert fields(setting) == {**usual, **changes, **intervals}
     assert fields("muon-falling", corpus=plan.BOOKS) == {**fields("muon-falling"), "corpus": plan.BOOKS}
+    longer = fields("muon-falling-128-rows", longer=4)
+    steps = {"steps": 6240, "log_steps": 12, "evaluation_steps": 6240, "checkpoint_steps": 1248}
+    assert longer == {**fields("muon-falling-128-rows"), **steps}
     small = fields("muon-falling", size="small", rate=1e-3)
     assert small["learning_rate"] == 1e-3
     assert small["optimizer"] == "muon"
@@ -294,6 +300,7 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
         "RATE_SEEDS": (42,),
         "MANY_SEEDS": (51,),
         "COMPARED": ("none", "high:learned+qk-norm"),
+        "LONGER": {},
         "PAIR_SEEDS": (31,),
         "MEDIUM_SEEDS": (),
         "RIVALS": ("gate", "sinkhorn-3"),
@@ -319,12 +326,15 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
     compared = ("original", "learned-qk-norm", "gate", "sinkhorn-3")
     names += [f"modernbert-mini-{setting}-{form}-51" for form in compared]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
+    failed = next((out / "claims").iterdir()) / runs.FAILED
+    failed.touch()
     runs.pack(out, tmp_path / "records.tar.xz")
     with tarfile.open(tmp_path / "records.tar.xz") as archive:
         archive.extractall(tmp_path / "back", filter="data")
     back = tmp_path / "back"
     assert not list(back.rglob("model"))
     assert (back / "log.txt").exists()
+    assert [path.name for path in back.glob("claims/*/*")] == [failed.name]
     done = CliRunner().invoke(
         app, ["arena", str(back / "runs"), "--out", str(tmp_path / "results"), "--fresh", "31,51"]
     )

@@ -66,6 +66,27 @@ def test_differences_are_paired_and_in_per_cent_of_perplexity(tmp_path: Path) ->
     assert setting.lower_in("high:learned") == "3 of 3"
 
 
+def test_methods_are_compared_with_plain_attention_that_is_trained_for_longer(tmp_path: Path) -> None:
+    steps = named_recipe("modern", "modernbert", "mini").steps
+    for seed in (42, 1, 2):
+        shift = 0.001 * seed
+        made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0 + shift)
+        made_up_run(tmp_path / "runs", "modernbert", "high:learned", seed, 2.99 + shift)
+        for times, loss, data in ((1.04, 2.98, "sum"), (1.02, 2.97, "other texts"), (2, 2.5, "sum")):
+            folder = tmp_path / "longer" / f"{times}"
+            made_up_run(folder, "modernbert", "none", seed, loss + shift, steps=round(steps * times))
+            for record in folder.rglob("record.json"):
+                record.write_text(record.read_text().replace("sum", data))
+            for run in list(folder.iterdir()):
+                run.rename(tmp_path / "runs" / f"{run.name}-{times}")
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    table = page.split("in as much time?")[1].split("\n\n")[1].splitlines()
+    assert table[2:] == [
+        "| Original | 4 % more steps | +2.0 % [+2.0, +2.0] | 0 of 3 | loss |",
+        "| High, learned strengths | 4 % more steps | +1.0 % [+1.0, +1.0] | 0 of 3 | loss |",
+    ]
+
+
 def test_a_run_whose_loss_is_not_finite_is_named_and_its_pair_left_out(tmp_path: Path) -> None:
     for seed, loss in {42: 2.98, 1: 2.99, 2: 6.0, 3: math.nan}.items():  # 2 did not learn
         made_up_run(tmp_path / "runs", "modernbert", "none", seed, 3.0)

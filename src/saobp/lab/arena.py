@@ -30,6 +30,8 @@ from saobp.lab.arena_records import (
     title_of,
     two_by_two,
 )
+from saobp.lab.equal_time import HEADERS as EQUAL_TIME
+from saobp.lab.equal_time import equal_time_rows
 from saobp.lab.figures import save_figure
 from saobp.lab.forest import forest
 from saobp.lab.result_page import (
@@ -84,7 +86,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     page = out / "arena" / "README.md"
     times = [StepTimes.read(path) for path in sorted(page.parent.glob("time*.json"))]
     notes = page.with_name("notes.md")
-    parts = [*_page(paired, times)]
+    parts = [*_page(settings, times)]
     repeated = page.with_name("again.json")
     tables = tuning_tables([*records.values(), *(read_json(repeated) if repeated.exists() else ())])
     if tables:
@@ -109,8 +111,9 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
         "95 % t interval over pairs; beside it the median of the pairs."
     )
     yield "![Paired differences from Original with intervals](../forest.svg)"
-    confirmed = any(setting.fresh for setting in settings)
-    for setting in settings:
+    paired = [setting for setting in settings if setting.gains()]
+    confirmed = any(setting.fresh for setting in paired)
+    for setting in paired:
         yield f"## {setting.title}"
         measured = next((step_times for step_times in times if step_times.fits(setting.recipe)), None)
         yield markdown_table(
@@ -124,6 +127,10 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
         if combined:
             yield "Does a method still gain beside another?"
             yield markdown_table(TOGETHER, combined)
+        longer = list(equal_time_rows(setting, settings))
+        if longer:
+            yield "Does it gain over plain attention that is trained for longer, in as much time?"
+            yield markdown_table(EQUAL_TIME, longer)
         if BLIMP in setting.scores:
             yield _scores(setting, BLIMP, "BLiMP, %")
         if GLUE in setting.scores:
@@ -131,7 +138,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
             yield _scores(setting, GLUE, "GLUE, mean of eight")
             yield _single_tasks(setting)
         yield power(setting)
-        yield _recipe(setting, settings[0])
+        yield _recipe(setting, paired[0])
 
 
 def _recipe(setting: Setting, first: Setting) -> str:

@@ -53,11 +53,13 @@ class Setting:
     """Runs that differ in method and seed alone: losses and results by method, scores by measure and method.
 
     fresh: whether its seeds confirm a choice that was made on others
+    data:  checksums of its texts
     distinct: recipe fields in which other compared settings of the same model and budget differ
     """
 
     recipe: dict[str, Any]
     fresh: bool = False
+    data: Any = None
     distinct: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     scores: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -220,7 +222,7 @@ def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[i
         shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
         turn = next((number for number, seeds in enumerate(fresh, 1) if recipe["seed"] in seeds), 0)
         key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
-        setting = by_key.setdefault(key, Setting(shared, fresh=turn > 0))
+        setting = by_key.setdefault(key, Setting(shared, turn > 0, record.get("data")))
         method = method_of(recipe)
         if has_loss(record):
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
