@@ -132,6 +132,7 @@ def step_call(name: str, step: Step, shape: Shape, part: str) -> Call:
             elif name != "sdpa":
                 layer.keys = step.keys
                 layer._align(past, 1, past + 1)
+                layer.stale = True  # as update leaves it
             if name == "sdpa":
                 return sdpa_attention_forward(module, step.query, keys, values, None, scaling=module.scaling)
             get_layer_refinement(module).call.messages = layer  # type: ignore[union-attr]
