@@ -17,7 +17,7 @@ MEANINGS: dict[Verdict, str] = {
         f"each token stays with itself or a few fixed others, by a GTD below {LOCALISED_BELOW} "
         f"or an entropy below {100 * COLLAPSED_BELOW:g} % of the largest"
     ),
-    "sink": "at least half of all attention goes to one token, beyond what even rows would send there",
+    "sink": "at least half of all attention goes to one token, beyond what uniform rows would send there",
     "diffuse": "attention is spread so evenly that it hardly tells tokens apart",
     "healthy": "direct and indirect paths are in balance",
     "borderline": "between healthy and one of the others, or many paths that meet in a few tokens",
@@ -176,7 +176,7 @@ TERMS: dict[str, str] = {
     "arcs": "An arc joins a token to one that it looks at; the wider, the more.",
     "perplexity": "Among how many tokens the model is unsure, as if it guessed: lower is better.",
     "seed": "The random start of a run. Runs that differ in the seed alone show how much is chance.",
-    "kind": f"What a head looks at, if that takes at least {KIND_FROM} of its attention beyond what even "
+    "kind": f"What a head looks at, if that takes at least {KIND_FROM} of its attention beyond what uniform "
     "rows would give. It is no verdict.",
     **{str(name): meaning for name, meaning in KIND_MEANINGS.items()},
     **{str(name): f"{meaning[0].upper()}{meaning[1:]}." for name, meaning in MEANINGS.items()},

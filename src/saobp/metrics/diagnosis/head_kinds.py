@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 IN_TEXT, ON_REPETITION = KINDS[:5], KINDS[5:]
 """Kinds found on the given texts, and those found on random tokens that repeat."""
 KIND_FROM = 0.4
-"""A head whose largest share, beyond that of even rows, reaches this has that kind."""
+"""A head whose largest share, beyond that of uniform rows, reaches this has that kind."""
 REPEATED, SEQUENCES = 50, 4
 """Random tokens that are repeated once, and the number of such sequences."""
 
@@ -73,7 +73,7 @@ def repetition_targets(length: int, repeated: int) -> Tensor:
 
 
 def shares(rows: Tensor, targets: Tensor, *, causal: bool) -> Tensor:
-    """Shares ``[..., kinds]`` of maps ``[..., length, length]``, on the way from even rows (0) to all (1)."""
+    """Shares ``[..., kinds]`` of maps ``[..., length, length]``, on the way from uniform rows (0) to all (1)."""
     even = torch.ones(rows.shape[-2:], dtype=rows.dtype, device=rows.device)
     even = even.tril() if causal else even
     weights = targets.flatten(1).T.to(rows)
