@@ -300,7 +300,7 @@ def test_numbers_of_the_uniform_map_are_those_of_its_map(length: int, causal: bo
 @pytest.mark.parametrize("length", [4, 16, 128, 512])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_habit_gets_one_verdict_under_every_mask(length: int, causal: bool) -> None:
-    """Planted maps: uniform rows, one token, the token itself, and in long texts an eighth around the token."""
+    """Maps: uniform rows, one token, the token itself, in long texts an eighth around the token."""
     gtd, entropy, sink = (float(part) for part in uniform_map(torch.tensor([length]), causal=causal))
     seen = torch.ones(length, length).tril() if causal else torch.ones(length, length)
     places = torch.arange(length)

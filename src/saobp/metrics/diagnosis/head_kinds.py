@@ -73,7 +73,7 @@ def repetition_targets(length: int, repeated: int) -> Tensor:
 
 
 def shares(rows: Tensor, targets: Tensor, *, causal: bool) -> Tensor:
-    """Shares ``[..., kinds]`` of maps ``[..., length, length]``, on the way from uniform rows (0) to all (1)."""
+    """Shares ``[..., kinds]`` of maps ``[..., length, length]``, from uniform rows (0) to all (1)."""
     even = torch.ones(rows.shape[-2:], dtype=rows.dtype, device=rows.device)
     even = even.tril() if causal else even
     weights = targets.flatten(1).T.to(rows)
