@@ -70,11 +70,11 @@ def attention(
 
     attn_mask, broadcastable to ``[batch, heads, queries, keys]``, is that of PyTorch's
     ``scaled_dot_product_attention``: bool, True where a row may attend, or numbers added to the scores, minus
-    infinity where it may not. A masked entry has weight 0 and sends the neutral message. A node is a row that
-    may attend to a key, unless no row may attend to its own token, which is then padding. Without is_causal
-    every node receives messages of all others, so a mask that is not symmetric between nodes (a causal or a
-    prefix mask) raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are
-    hidden too and nodes receive messages of earlier ones, under any mask.
+    infinity where it may not. A masked entry has weight 0 and sends the neutral message. A token counts as
+    padding if its row may attend to no key or no row may attend to it. Without is_causal all other rows
+    send messages to each other, so a mask that is not symmetric between them (a causal or a prefix mask)
+    raises, except for ``none``, the listing factors and ElemMul. With is_causal later keys are hidden too and
+    rows receive messages of earlier ones, under any mask.
 
     sliding_window: a row sees fewer than this many keys back, and as many forward if not causal. Without
     is_causal, kernels compute windows and masks in memory linear in length, the mask itself and its gradient

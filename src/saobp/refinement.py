@@ -65,15 +65,15 @@ class Refinement:
     - ``factor``: ``none``, ``high``, ``low``, ``elemmul``, ``high-listing``, ``low-listing``,
       ``elemmul-prior``, ``high-key-bias``, ``low-key-bias``, ``sinkhorn``, ``sinkhorn-3`` or a name given to
       :func:`saobp.register_factor`
-    - ``strength``: lambda >= 0 as a number, one per layer, a list per layer of one per head, ``"auto"`` (from
-      the model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
+    - ``strength``: lambda, 0 to 16, as a number, one per layer, a list per layer of one per head, ``"auto"``
+      (from the model's parameter count) or ``"learned"`` (per head, trained, either sign, starts at 0)
     - ``steps``: belief-propagation steps
     - ``damping``: share of the old belief kept at each of several steps (no effect on a single step)
     - ``future``: causal attention only. ``strict``: a row receives messages of earlier rows only.
       ``paper``: of all rows, which leaks the future, only to reproduce the paper's decoder table.
-    - ``message_stride``: key-bias factors only. Every how many-th row sends messages; each counts for as many
-      rows as it stands for. 1: all rows do
-    - ``variants``: other changes to a model's attention: names of ``VARIANTS``
+    - ``message_stride``: key-bias factors only. With s, every s-th row sends messages, weighted to stand for
+      all; 1 is every row
+    - ``variants``: other changes to attention by name, such as ``qk-norm``: see docs/variants.md
     """
 
     factor: str = "high"

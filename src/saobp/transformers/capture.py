@@ -205,8 +205,8 @@ class Watcher:
 def watch(model: nn.Module, callback: Callback) -> Iterator[None]:
     """Call ``callback`` with every attention call of ``model``, for any attention implementation.
 
-    The recomputation of gradient checkpointing is not reported again. Watch the model itself, not its
-    compiled form.
+    (:func:`saobp.watch` measures heads.) The recomputation of gradient checkpointing is not reported. Watch
+    the model itself, not its compiled form.
     """
     with Watcher(model, callback).watching():
         yield

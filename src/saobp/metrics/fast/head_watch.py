@@ -117,7 +117,7 @@ class HeadWatch:
         return heads
 
     def cross_layer_gtd(self) -> dict[str, float]:
-        """Nothing: it belongs to the thorough tier."""
+        """Empty: only :func:`saobp.probe` measures it."""
         return {}
 
 

@@ -25,10 +25,10 @@ from saobp.transformers.masks import SEEN_BY_PADDING, read_mask
 def watch(
     model: nn.Module, *, every: int = 1, texts: int | None = None, first: int = FIRST
 ) -> Iterator[HeadWatch]:
-    """Measure FAST statistics of every head in each forward inside this context; yields a growing HeadWatch.
+    """Context manager that measures largest logit, entropy and sinks of every head; yields a HeadWatch.
 
     For any attention implementation, with padding, windows, packed sequences and calls with a cache.
-    ``every`` measures only each so-many-th forward, ``texts`` only the first texts of each batch; ``first``
+    With ``every=n`` only each n-th forward is measured, with ``texts=n`` the first n of a batch; ``first``
     is the k of ``sink_share_first_k``. Numbers of a refined model are those of its rows before refinement.
     Measured forwards of a compiled model run eagerly.
     """

@@ -40,12 +40,12 @@ def probe(
     hops: int = HOPS,
     sampling: Sampling | None = None,
 ) -> Iterator[Health]:
-    """Measure every head of ``model`` in each forward inside this context; yields the growing Health.
+    """Context manager that measures every head of ``model`` in each forward; yields its :class:`Health`.
 
-    ``every`` measures only each so-many-th forward, ``texts`` only the first texts of each batch. Statistics
+    With ``every=n`` only each n-th forward is measured, with ``texts=n`` the first n of a batch. Statistics
     are those of :func:`saobp.metrics.measure` and ``cross_layer_gtd``. ``auto`` samples beyond 1,024 tokens;
     what it cannot sample, such as clustering, needs ``exact``. Give the compiled model if it is compiled:
-    measured forwards run eagerly, the others compiled. On leaving, also through an exception, the model is as
+    measured forwards run eagerly, the others compiled. Afterwards, also after an exception, the model is as
     before.
     """
     recorder = Recorder(model, statistics, method, texts, beta, hops, sampling)

@@ -85,10 +85,10 @@ class HealthCallback(MeasuredSteps):
         trainer.add_callback(HealthCallback(trainer, every=10, statistics=metrics.FAST))
 
     The numbers pass through ``Trainer.log``, so they reach the log history and whatever ``report_to`` names.
-    ``statistics`` of the fast tier alone are measured by one sweep over queries and keys, others by the
-    thorough tier. Of a measured step the first forward counts, and of its batch the first ``texts`` texts.
+    Statistics in ``FAST`` are measured as by :func:`saobp.watch`, others as by :func:`saobp.probe`; one
+    callback takes one kind. Of a measured step the first forward counts, with its first ``texts`` texts.
     ``ranges``, ``on_alert`` and ``untrained`` as in :class:`HealthLog`; whether the model is untrained is
-    found when training begins, unless said.
+    found when training begins, unless given.
     """
 
     def __init__(
