@@ -190,6 +190,19 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     assert "seeds with commas between them" in wrong.output
 
 
+def test_all_methods_of_the_plan_are_compared_with_each_other(tmp_path: Path) -> None:
+    rivals = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
+    forms = (*rivals, "qk-norm", "high:learned+qk-norm", "high-key-bias:learned+qk-norm")
+    losses = {"none": 3.0, **dict.fromkeys(forms, 2.9), "high-key-bias:learned": 2.95, "high:learned": 2.98}
+    for seed in (42, 1, 2):
+        for method, loss in losses.items():
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    table = page.split("| less the column's |")[1].split("\n\n")[0]
+    assert table.splitlines()[-1].startswith("| Key bias, learned strengths | ")
+    assert table.splitlines()[-1].endswith(" | -3.0 % [-3.0, -3.0] |")
+
+
 def test_fewer_than_five_fresh_pairs_decide_nothing(tmp_path: Path) -> None:
     for seed, effect in {6: -0.01, 7: -0.02, 8: -0.01, 9: -0.02, 10: -0.01}.items():
         for method, loss in (("none", 3.0), ("gate", 3.0 + effect)):
