@@ -80,7 +80,8 @@ def test_methods_are_compared_with_plain_attention_that_is_trained_for_longer(tm
             for run in list(folder.iterdir()):
                 run.rename(tmp_path / "runs" / f"{run.name}-{times}")
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
-    table = page.split("in as much time?")[1].split("\n\n")[1].splitlines()
+    table = page.split("Times are equal only in rows whose method takes as much longer for a step.")[1]
+    table = table.split("\n\n")[1].splitlines()
     assert table[2:] == [
         "| Original | 4 % more steps | +2.0 % [+2.0, +2.0] | 0 of 3 | loss |",
         "| High, learned strengths | 4 % more steps | +1.0 % [+1.0, +1.0] | 0 of 3 | loss |",
@@ -188,6 +189,19 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, [*options, "six"])
     assert wrong.exit_code == 1
     assert "seeds with commas between them" in wrong.output
+
+
+def test_all_methods_of_the_plan_are_compared_with_each_other(tmp_path: Path) -> None:
+    rivals = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
+    forms = (*rivals, "qk-norm", "high:learned+qk-norm", "high-key-bias:learned+qk-norm")
+    losses = {"none": 3.0, **dict.fromkeys(forms, 2.9), "high-key-bias:learned": 2.95, "high:learned": 2.98}
+    for seed in (42, 1, 2):
+        for method, loss in losses.items():
+            made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
+    page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
+    table = page.split("| less the column's |")[1].split("\n\n")[0]
+    assert table.splitlines()[-1].startswith("| Key bias, learned strengths | ")
+    assert table.splitlines()[-1].endswith(" | -3.0 % [-3.0, -3.0] |")
 
 
 def test_fewer_than_five_fresh_pairs_decide_nothing(tmp_path: Path) -> None:
