@@ -7,7 +7,7 @@ from numbers import Real
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saobp.propagation.factors import Similarity, get_factor, has_strength
 from saobp.propagation.graph import FactorGraph
@@ -264,6 +264,19 @@ def check_symmetric_mask(graph: FactorGraph, refinement: Refinement, is_causal: 
         torch._assert_async(two_way, sentence)
     elif not two_way.is_meta and not bool(two_way):
         raise ValueError(sentence)
+
+
+def check_not_decoder(module: nn.Module) -> None:
+    """Raises for a decoder's attention that says it is not causal (BigBirdPegasus).
+
+    Its masks hide later keys, but a causal mask without padding may be left out, as for PyTorch's attention.
+    """
+    config = getattr(module, "config", None)
+    if getattr(module, "is_decoder", False) and getattr(config, "is_causal", None) is not False:
+        raise ValueError(
+            f"{type(module).__name__} belongs to a decoder and says that it is not causal (is_causal), so "
+            "saobp cannot tell whether rows may see later keys"
+        )
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:

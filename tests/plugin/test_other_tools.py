@@ -9,6 +9,8 @@ from accelerate import cpu_offload, disk_offload
 from torch.ao.quantization import quantize_dynamic
 from transformers import (
     AutoModelForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -89,6 +91,25 @@ def test_another_implementation_is_noticed_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(logits(model, batch), refined)
+
+
+def test_another_implementation_is_noticed_after_the_same_refinement_was_applied_again():
+    model, batch = tiny_model("llama"), tiny_batch()
+    for _ in range(2):
+        saobp.apply(model, "high:0.7").set_attn_implementation("eager")
+        with pytest.warns(UserWarning, match="'eager' was selected after"):
+            logits(model, batch)
+
+
+def test_another_implementation_is_noticed_in_a_part_of_a_refined_model():
+    """Its first layer was not the first of the whole."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = CLIPConfig(text_config=shape, vision_config={**shape, "image_size": 8, "patch_size": 4})
+    model = saobp.apply(CLIPModel(config), "high:0.7")
+    vision = saobp.apply(model.vision_model, "high:0.7")
+    vision.set_attn_implementation("eager")
+    with pytest.warns(UserWarning, match="'eager' was selected after"):
+        vision(torch.zeros(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize("refinement", ["high:0.7", "high:learned"])

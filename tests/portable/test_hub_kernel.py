@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+)
 
 import saobp
-from saobp.portable.hub_function import layer_refinement
+from saobp.portable.hub_function import layer_refinement, saobp_attention
 from saobp.testing.tiny_models import WINDOW, tiny_batch, tiny_model
 from saobp.transformers.attention_function import resolve_refinement
 
@@ -100,6 +105,19 @@ def test_factors_without_a_strength_need_none(factor):
     for read in (lambda: layer_refinement(module), lambda: resolve_refinement(module, None, query, 3)):
         with pytest.raises(ValueError, match="strength 'auto'"):
             read()
+
+
+def test_a_decoder_that_says_it_is_not_causal_is_refused():
+    """Its causal mask is left out without padding, so rows would see later tokens."""
+    shape = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = BigBirdPegasusForCausalLM(BigBirdPegasusConfig(vocab_size=64, **shape))
+    model.config.saobp = {"factor": "high", "strength": 0.5}
+    module, states = model.model.decoder.layers[0].self_attn, torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match=r"BigBirdPegasusDecoderAttention .* not causal"):
+        saobp_attention(module, states, states, states, None)
+    told, _ = saobp_attention(module, states, states, states, None, is_causal=True)
+    expected = saobp.attention(states, states, states, "high:0.5", is_causal=True)
+    torch.testing.assert_close(told, expected.transpose(1, 2))
 
 
 def test_there_is_no_graph_break(kernel):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saobp.arguments import NEUTRAL_ARGUMENTS
+from saobp.arguments import NEUTRAL_ARGUMENTS, check_not_decoder
 from saobp.functional import attention
 from saobp.propagation.factors import has_strength
 from saobp.refinement import Refinement
@@ -47,6 +47,8 @@ def saobp_attention(
     if attention_mask is None:
         _reject_packed(query, kwargs.get("position_ids"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal and is_causal is None:
+        check_not_decoder(module)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"{query.shape[-2]} queries see {key.shape[-2]} keys of a cache, which lacks the messages of "

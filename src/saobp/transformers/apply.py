@@ -66,7 +66,8 @@ def apply(model: Model, refinement: Refinement | str | Mapping[str, Any]) -> Mod
     before = dict(named_refinements(model))
     for layer, (name, _) in enumerate(modules):
         if name in before and before[name].refinement == refinement:
-            layer_refinements[layer] = before[name]  # its parameters may be in an optimiser
+            # Itself, since its parameters may be in an optimiser.
+            layer_refinements[layer] = before[name].at(layer, len(modules))
     _detach(model)
     separate_configs(model)
     attach(modules, layer_refinements)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, under_autocast
+from saobp.arguments import NEUTRAL_ARGUMENTS, BoundedStrength, check_not_decoder, under_autocast
 from saobp.functional import attention
 from saobp.propagation.factors import Similarity, get_factor, has_strength
 from saobp.propagation.reference import reference_attention
@@ -81,7 +81,7 @@ def saobp_attention(
             messages = None  # the keys of this call went to another layer of the cache
     causal = is_causal_call(module, is_causal)
     if not causal and is_causal is None:
-        _check_not_decoder(module)
+        check_not_decoder(module)
     if messages is None:
         _check_lengths(module, layer_refinement, refinement, queries, keys, causal)
     if not causal:
@@ -214,19 +214,6 @@ def unknown_argument(kwargs: dict[str, Any]) -> str | None:
     """The first argument that is set and may change attention in a way not known here."""
     given = (name for name, value in kwargs.items() if value is not None and value is not False)
     return next((name for name in given if name not in KNOWN_ARGUMENTS), None)
-
-
-def _check_not_decoder(module: nn.Module) -> None:
-    """Raises for a decoder's attention that says it is not causal (BigBirdPegasus).
-
-    Its masks hide later keys, but a causal mask without padding may be left out, as for PyTorch's attention.
-    """
-    config = getattr(module, "config", None)
-    if getattr(module, "is_decoder", False) and getattr(config, "is_causal", None) is not False:
-        raise ValueError(
-            f"{type(module).__name__} belongs to a decoder and says that it is not causal (is_causal), so "
-            "saobp cannot tell whether rows may see later keys"
-        )
 
 
 def _check_lengths(

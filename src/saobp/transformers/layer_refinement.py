@@ -92,6 +92,12 @@ class LayerRefinement(nn.Module):
         """Itself; PEFT's wrapper forwards this attribute to the active adapter's copy."""
         return self
 
+    def at(self, layer: int, layers: int) -> LayerRefinement:
+        """Itself as layer ``layer`` of ``layers``, to be attached again; it may warn again."""
+        self.layer, self.layers = layer, layers
+        self.__dict__.pop("warned", None)
+        return self
+
     def forward(self) -> Tensor:
         """Strengths ``[heads]``."""
         return self.strength_bias if self.refinement.is_learned else self.fixed
