@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import io
 import os
 import subprocess
 import sys
@@ -29,13 +29,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from arena_plan import Losses, Run, is_tuned, planned_runs, tuning_runs
+from arena_plan import (
+    Losses,
+    Run,
+    chosen_rate,
+    chosen_setting,
+    is_tuned,
+    planned_runs,
+    setting_runs,
+    tuning_runs,
+)
 from filelock import BaseFileLock
 
+from saobp.lab.arena_records import saved_records
+from saobp.runs.folder import RunFolder
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN
-from saobp.storage.atomic import write_atomically
-from saobp.storage.json_files import append_line, read_object
+from saobp.runs.worker_processes import JOBS_VARIABLE, WATCH_VARIABLE, end_with_parent
+from saobp.storage.atomic import unfinished, write_atomically
+from saobp.storage.json_files import append_line, keep_lines_up_to, read_object
 from saobp.storage.locks import try_lock
 
 LOCK = "lock"
@@ -66,7 +78,7 @@ class Queue:
         typical: float = 150.0,
         *,
         jobs: int = 1,
-        made: Mapping[str, float] = MappingProxyType({}),
+        made: Mapping[str, float | None] = MappingProxyType({}),
     ) -> None:
         self.out, self.ends, self.typical, self.jobs, self.made = out, ends, typical, jobs, made
         self.held: dict[str, BaseFileLock] = {}
@@ -141,53 +153,99 @@ def main() -> None:
     parser.add_argument("--typical", type=float, default=150.0, help="seconds of a run, until one is done")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.pack is not None:
-        pack(given.out, given.pack)
-        return
-    if given.tokens is None:
-        parser.error("name the folder of token stores by --tokens")
+    if given.worker:
+        end_with_parent()
     ends = float(os.environ.get("ARENA_ENDS", time.time() + given.seconds))
-    made = {} if given.made is None else recorded_losses(given.made)
-    queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made)
+    try:
+        if given.pack is not None:
+            pack(given.out, given.pack)
+            return
+        if given.tokens is None:
+            raise ValueError("name the folder of token stores by --tokens")
+        made = {} if given.made is None else recorded_losses(given.made)
+        queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made)
+        if not given.worker:
+            check(queue, given.tokens, given.made)
+    except (ValueError, OSError) as problem:
+        parser.error(str(problem))
     if given.worker:
         work(queue, given.tokens)
         return
     for name in ("runs", "claims"):
         (given.out / name).mkdir(parents=True, exist_ok=True)
-    environment = {"ARENA_ENDS": str(ends), "SAOBP_JOBS": str(given.jobs)}
+    environment = {"ARENA_ENDS": str(ends), JOBS_VARIABLE: str(given.jobs), WATCH_VARIABLE: "1"}
     with contextlib.ExitStack() as stack:
         workers = [
             subprocess.Popen(
                 [sys.executable, __file__, *sys.argv[1:], "--worker"],
                 env={"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", **os.environ, **environment},
+                stdin=subprocess.PIPE,
                 stdout=stack.enter_context((given.out / f"worker-{number}.log").open("a")),
                 stderr=subprocess.STDOUT,
             )
             for number in range(given.jobs)
         ]
-        sys.exit(max(worker.wait() for worker in workers))
+        codes = [worker.wait() for worker in workers]  # below zero where a signal ended one
+        sys.exit(int(any(codes)))
 
 
-def recorded_losses(file: Path) -> dict[str, float]:
+def check(queue: Queue, tokens: str, made: Path | None) -> None:
+    """Raise a ValueError before anything is started if no run could be made here, or none compared.
+
+    Losses by which a setting is chosen must be of the texts that are trained on here.
+    """
+    from saobp.training.dataset import find_pretraining_data
+
+    runs = list(setting_runs())
+    recipe = runs[0].recipe
+    if not has_gpu(recipe.compiled):
+        raise ValueError("torch sees no GPU, without which a run takes days")
+    texts = find_pretraining_data(
+        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
+    )
+    data = {name: store.checksum for name, store in texts.train.stores.items()}
+    records = {} if made is None else saved_records(made)
+    for run in runs:
+        record = records.get(run.name) or RunFolder(queue.folder(run)).record
+        if record and record.get("data") != data:
+            raise ValueError(f"{run.name} was trained on other texts than those in {tokens}: its data differ")
+
+
+def has_gpu(is_needed: bool) -> bool:
+    """Whether there is a GPU; true without one if none is needed."""
+    import torch
+
+    return not is_needed or torch.cuda.is_available()
+
+
+def recorded_losses(file: Path) -> dict[str, float | None]:
     """Held-out losses of the finished runs in a list of records, by name."""
-    records = json.loads(file.read_text())
-    return {one["run"]: one["result"]["eval_loss"] for one in records if one["status"] == "finished"}
+    records = saved_records(file)
+    return {
+        name: one["result"].get("eval_loss")
+        for name, one in records.items()
+        if one.get("status") == "finished"
+    }
 
 
 def pack(out: Path, file: Path) -> None:
     """Write the records of all runs, without models and BLiMP's items, as folders in a compressed archive.
 
-    Files that are replaced or removed meanwhile are left out.
+    Files that are replaced or removed meanwhile are left out. A pack that is there stays until the new one
+    is whole.
     """
     paths = [path for path in sorted(out.iterdir()) if path.suffix in (".json", ".txt", ".log")]
     for folder, inner, names in os.walk(out / "runs"):
         inner[:] = [name for name in inner if name not in (MODEL, CHECKPOINTS)]
         paths += [Path(folder, name) for name in names if name not in (LOCK_OF_RUN, BLIMP_ITEMS)]
     paths += out.glob(f"claims/*/{FAILED}")  # so that a choice made without a failed run stays as it is
-    with tarfile.open(file, "w:xz") as archive:
+    with tarfile.open(unfinished(file), "w:xz") as archive:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                archive.add(path, path.relative_to(out))
+                entry, content = archive.gettarinfo(path, str(path.relative_to(out))), path.read_bytes()
+                entry.size = len(content)  # runs may write meanwhile
+                archive.addfile(entry, io.BytesIO(content))
+    unfinished(file).replace(file)
 
 
 def work(queue: Queue, tokens: str) -> None:
@@ -196,6 +254,8 @@ def work(queue: Queue, tokens: str) -> None:
 
     import torch
 
+    if not has_gpu(next(setting_runs()).recipe.compiled):
+        sys.exit("torch sees the GPU no longer")  # else all runs would fail, one after the other
     while time.time() + queue.least_seconds() < queue.ends:
         run = queue.claim()
         if run is None:
@@ -203,7 +263,7 @@ def work(queue: Queue, tokens: str) -> None:
                 break
             time.sleep(1)  # where others end, the GPU has room for a run that would have been too late
             continue
-        began = time.time()
+        began, by_cuda = time.time(), False
         try:
             loss = train(run, queue, tokens)
             queue.typical = time.time() - began
@@ -215,8 +275,10 @@ def work(queue: Queue, tokens: str) -> None:
             outcome = LOST if by_cuda and is_first else FAILED
             (queue.claim_of(run) / outcome).write_text(repr(problem)[:500])
             note(queue.out, f"{outcome} {run.name}: {problem!r}"[:300])
-            if by_cuda:  # which stays with the process, and with it the lock
-                os.execv(sys.executable, [sys.executable, *sys.argv])
+        note_choice(queue, run)
+        if by_cuda:  # which stays with the process, and with it the lock
+            watched = {**os.environ, WATCH_VARIABLE: "1"}
+            os.execve(sys.executable, [sys.executable, *sys.argv], watched)
         gc.collect()
         torch._dynamo.reset()
         if torch.cuda.is_available():
@@ -236,6 +298,9 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
 
     class Numbers(TrainerCallback):
         """Writes strengths, temperatures and the like every 50 steps."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            keep_lines_up_to(numbers, state.global_step)  # a continued run makes later steps again
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
             if state.global_step % 50 == 0:
@@ -267,13 +332,21 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
         )
     finally:
         sys.argv = before
-    if numbers.exists():  # steps after the last checkpoint were made twice in a run that was continued
-        lines = {json.loads(line)["step"]: line for line in numbers.read_text().splitlines()}
-        write_atomically(
-            queue.folder(run) / numbers.name, "".join(f"{lines[step]}\n" for step in sorted(lines))
-        )
+    if numbers.exists():
+        write_atomically(queue.folder(run) / numbers.name, numbers.read_text())
     assert result.eval_loss is not None
     return result.eval_loss
+
+
+def note_choice(queue: Queue, run: Run) -> None:
+    """A line in the log if this run was the last one on which a choice waited."""
+    losses = queue.tuned()
+    setting = chosen_setting(losses)
+    rate = None if setting is None else chosen_rate(setting, losses)
+    if setting is not None and run in setting_runs():
+        note(queue.out, f"chosen setting: {setting}")
+    elif rate is not None and run in tuning_runs():
+        note(queue.out, f"chosen rate of small: {rate:g}")
 
 
 def note(out: Path, words: str) -> None:

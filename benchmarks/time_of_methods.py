@@ -11,7 +11,7 @@ lies beside its page.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import select
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 from saobp.lab.arena import LATER, SHARED
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
+from saobp.storage.json_files import write_json
 from saobp.training.dataset import find_pretraining_data
 from saobp.training.graphed_step import WARMUP_STEPS
 from saobp.training.pretrain import pretrain
@@ -57,7 +58,19 @@ def main() -> None:
     if given.child:
         train(given)
     else:
+        try:
+            check(given)
+        except ValueError as problem:
+            parser.error(str(problem))
         measure(given)
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raise a ValueError before anything is compiled, if a method or the file to write is not possible."""
+    for method in given.methods:
+        recipe_of(given, method)
+    if not given.out.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {given.out.parent} to write {given.out.name} to")
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -76,16 +89,19 @@ def measure(given: argparse.Namespace) -> None:
     try:
         ends = time.monotonic() + given.patience
         ready = {method: child for method, child in children.items() if is_ready(child, ends)}
+        for method in children.keys() - ready.keys():
+            children[method].kill()  # what still compiles would disturb the others
         print("ready:", *ready, flush=True)
         if not ready:
             sys.exit("no method could be trained: the errors are above")
         for number in range(given.rounds):
-            for method, child in ready.items():
-                assert child.stdin is not None
-                child.stdin.write("go\n")
-                child.stdin.flush()
-                seconds.setdefault(method, []).append(float(answer(child)))
-                answer(child)  # ready for the next block, or done
+            for method, child in list(ready.items()):
+                measured = block(child)
+                if measured is None:
+                    print(f"{method} has ended in round {number + 1}", flush=True)
+                    del ready[method]
+                else:
+                    seconds.setdefault(method, []).append(measured)
             write(given, seconds)
             print(f"round {number + 1}", {m: f"{1e3 * s[-1]:.3f} ms" for m, s in seconds.items()}, flush=True)
     finally:
@@ -97,6 +113,19 @@ def is_ready(child: subprocess.Popen[str], ends: float) -> bool:
     """Whether a process has compiled by then (of ``time.monotonic``); a later one is left out."""
     found, _, _ = select.select([child.stdout], [], [], max(0.0, ends - time.monotonic()))
     return bool(found) and answer(child) == "ready"
+
+
+def block(child: subprocess.Popen[str]) -> float | None:
+    """Let a process train a block: mean seconds of its steps, None if the process has ended."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        seconds = answer(child)
+        if seconds:
+            answer(child)  # ready for the next block, or done
+            return float(seconds)
+    return None
 
 
 def answer(child: subprocess.Popen[str]) -> str:
@@ -115,7 +144,7 @@ def write(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
         "steps": given.steps,
         "seconds": seconds,
     }
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(given.out, found)
 
 
 def recipe_of(given: argparse.Namespace, method: str) -> PretrainRecipe:

@@ -138,6 +138,8 @@ def test_settings_differ_from_the_recipe_in_what_they_name() -> None:
 
 
 def test_what_has_the_lowest_mean_is_chosen_once_all_have_ended() -> None:
+    equal = dict.fromkeys(plan.setting_runs(), 3.0)
+    assert plan.chosen_setting(equal) == plan.RECORDED  # the first in the plan
     losses = losses_with("muon-falling-half")
     assert plan.chosen_setting(losses) == "muon-falling-half"
     losses[plan.Run("none", 9, "muon-falling-half")] = 3.5
@@ -229,7 +231,7 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
         raise InterruptedError
 
     with monkeypatch.context() as patched:
-        patched.setattr(runs.os, "execv", new_process)
+        patched.setattr(runs.os, "execve", new_process)
         patched.setattr(CallbackHandler, "on_step_end", fault)
         with pytest.raises(InterruptedError):
             runs.work(runs.Queue(out, LATER), str(tokens))
@@ -238,7 +240,10 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
     )
     queue = runs.Queue(out, LATER)
     assert queue.claim() == first
+    numbers = queue.claim_of(first) / "numbers.jsonl"
+    numbers.write_text('{"step": 1}\n{"step": 3}\n{"step": ')  # as a kill may leave them
     assert runs.train(first, queue, str(tokens)) == whole
+    assert (queue.folder(first) / numbers.name).read_text() == '{"step": 1}\n'
     steps = [json.loads(line) for line in (queue.folder(first) / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4]
 
@@ -273,6 +278,112 @@ def test_fewer_runs_side_by_side_end_sooner(tmp_path: Path) -> None:
     assert sum(run is not None for run in claimed) == 6  # a seventh would make all of them too late
     finish(queue, claimed[0], 3.0)
     assert queue.claim() is not None
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *options: object) -> object:
+    """The exit code of the script."""
+    monkeypatch.setattr(runs.sys, "argv", ["arena_runs.py", *map(str, options)])
+    with pytest.raises(SystemExit) as ended:
+        runs.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tokens", "nowhere"], "no token store of it in nowhere"),
+        (["--made", "nowhere.json"], "nowhere.json"),
+        (["--made", "short.json"], "a record in short.json (one) has no kind, command"),
+        (["--made", "others.json"], "was trained on other texts than those in tokens"),
+        (["--pack", "nowhere/pack.tar.xz"], "nowhere/"),
+        ([], "name the folder of token stores by --tokens"),
+    ],
+)
+def test_a_wrong_path_is_refused_in_a_sentence_before_anything_starts(
+    options: list[str],
+    words: str,
+    miniature: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokens, out = miniature
+    monkeypatch.chdir(tokens.parent)
+    if "--pack" in options:
+        out.mkdir()
+    if "nowhere" in options:  # nor is the text there, from which tokens could be made
+        (tokens.parent / "text.txt").unlink()
+    if options and "--tokens" not in options:
+        options = [*options, "--tokens", "tokens"]
+    other = {**RECORDS[0], "run": next(plan.setting_runs()).name}
+    Path("others.json").write_text(json.dumps([other]))
+    Path("short.json").write_text(json.dumps([{"run": "one"}]))
+    assert call(monkeypatch, *options, "--out", out) == 2
+    assert words in capsys.readouterr().err
+    assert not list(out.glob("*"))
+
+
+def test_without_a_gpu_nothing_is_started_and_no_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert call(monkeypatch, "--tokens", tmp_path, "--out", tmp_path) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no longer"):
+        runs.work(runs.Queue(tmp_path, LATER), "tokens")
+    assert not list(tmp_path.glob("*"))
+
+
+def test_workers_are_tied_to_their_parent_and_a_killed_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, stat\n"
+        "print(os.environ['SAOBP_END_WITH_INPUT'], stat.S_ISFIFO(os.fstat(0).st_mode), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setattr(runs, "__file__", str(script))
+    monkeypatch.setattr(runs, "check", lambda *_: None)
+    assert call(monkeypatch, "--tokens", "tokens", "--out", tmp_path / "out", "--jobs", 1) == 1
+    assert (tmp_path / "out" / "worker-0.log").read_text() == "1 True\n"
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(runs, "end_with_parent", lambda: done.append("watched"))
+    monkeypatch.setattr(runs, "work", lambda *_: done.append("worked"))
+    monkeypatch.setattr(runs.sys, "argv", ["", "--worker", "--tokens", "tokens", "--out", str(tmp_path)])
+    runs.main()
+    assert done == ["watched", "worked"]
+
+
+def test_a_pack_stays_until_the_next_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, file = tmp_path / "out", tmp_path / "pack.tar.xz"
+    (out / "runs" / "one").mkdir(parents=True)
+    log = out / "runs" / "one" / "metrics.jsonl"
+    log.write_text("first\n")
+    runs.pack(out, file)
+    before, read = file.read_bytes(), Path.read_bytes
+
+    def killed(_: Path) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "read_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        runs.pack(out, file)
+    assert read(file) == before
+
+    def shortened(path: Path) -> bytes:  # after its size was taken
+        path.write_text("new\n")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", shortened)
+    runs.pack(out, file)
+    monkeypatch.undo()
+    with tarfile.open(file) as archive:
+        (content,) = (archive.extractfile(entry) for entry in archive)
+        assert content is not None
+        assert content.read() == b"new\n"
 
 
 @pytest.fixture
@@ -316,11 +427,13 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert len(lines) == sum(", loss " in line for line in lines) == 12
+    assert sum(", loss " in line for line in lines) == 12
     losses = runs.Queue(out, LATER).tuned()
     setting = plan.chosen_setting(losses)
     assert setting is not None
     rate = plan.chosen_rate(setting, losses)
+    chosen = [line.partition(" chosen ")[2] for line in lines if ", loss " not in line]
+    assert chosen == [f"setting: {setting}", f"rate of small: {rate}"]
     small, books = f"small-{setting}-rate-{rate}", f"mini-{setting}-books"
     names = [f"modernbert-{one}-{form}-31" for one in (small, books) for form in FORMS]
     compared = ("original", "learned-qk-norm", "gate", "sinkhorn-3")

@@ -26,6 +26,32 @@ def test_no_block_has_a_check_of_the_captured_step() -> None:
         assert not [step for step in checks for begin, end in found if begin < step <= end]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("none high:leaned", "leaned"),
+        ("none --set optimzer=muon", "optimzer"),
+        ("none --out nowhere/time.json", "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_compiled(
+    options: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["time_of_methods.py", *options.split(), "--tokens", "tokens"])
+    monkeypatch.setattr(timing, "measure", lambda _: pytest.fail("it was started"))
+    with pytest.raises(SystemExit):
+        timing.main()
+    assert words in capsys.readouterr().err
+
+
+def test_a_method_that_ends_has_no_time_in_that_round() -> None:
+    words = "input(); print(0.5, flush=True); print('ready', flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", words], stdin=-1, stdout=-1, text=True)
+    assert timing.block(child) == 0.5
+    child.wait()
+    assert timing.block(child) is None
+
+
 @pytest.mark.slow
 def test_methods_train_in_turns(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(prose(200))

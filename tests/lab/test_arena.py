@@ -31,6 +31,7 @@ def made_up_run(folder: Path, family: str, method: str, seed: int, loss: float, 
     recipe |= {"kind": "pretrain", "seed": seed, key: None if method == "none" else method, **changes}
     result = {"eval_loss": loss, "parameters": 11_000_000, "tokens_per_second": 1e6}
     record = {"status": "finished", "seed": seed, "commit": "abc", "data": {"text": "sum"}}
+    record |= {"command": "saobp pretrain", "environment": {}}
     record["started"] = "later" if changes else "before"
     folder /= f"{family}-{method.replace(':', '-')}-{seed}"
     folder.mkdir(parents=True)
@@ -353,6 +354,43 @@ def test_measured_times_stand_beside_gains_and_notes_below(tmp_path: Path) -> No
     assert page.endswith("\n\n## Not run\n")
 
 
+@pytest.mark.parametrize("missing", ["commit", "command", "data", "environment"])
+def test_a_record_that_lacks_a_field_is_refused_in_a_sentence(missing: str, tmp_path: Path) -> None:
+    for method in ("none", "gate"):
+        made_up_run(tmp_path / "runs", "modernbert", method, 42, 3.0)
+    file = tmp_path / "runs" / "modernbert-gate-42" / "record.json"
+    kept = {name: value for name, value in json.loads(file.read_text()).items() if name != missing}
+    file.write_text(json.dumps(kept))
+    options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1
+    assert f"(modernbert-gate-42) has no {missing}" in done.output.replace("\n", " ")
+    (tmp_path / "arena").mkdir()
+    (tmp_path / "arena" / "runs.json").write_text(json.dumps([{**kept, "run": "older"}]))
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1
+    assert "runs.json (older) has no kind" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "has no family, size, batch_size, length, seconds, environment"),
+        ({"seconds": {"gate": [0.1]}}, "has no times of Original"),
+    ],
+)
+def test_a_file_of_times_that_cannot_be_used_is_refused(
+    content: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for method in ("none", "gate"):
+        made_up_run(tmp_path / "runs", "modernbert", method, 42, 3.0)
+    (tmp_path / "arena").mkdir()
+    usual = {**dict.fromkeys(SHARED, 1), "environment": {}} if content else {}
+    (tmp_path / "arena" / "time.json").write_text(json.dumps(usual | content))
+    with pytest.raises(ValueError, match=words):
+        write_arena([tmp_path / "runs"], tmp_path)
+
+
 def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     for method, loss in (("none", 3.0), ("gate", 2.99)):
         made_up_run(tmp_path / "first", "modernbert", method, 42, loss)
@@ -360,6 +398,18 @@ def test_later_runs_join_those_that_are_recorded(tmp_path: Path) -> None:
     write_arena([tmp_path / "first"], tmp_path)
     page = write_arena([tmp_path / "second"], tmp_path)[0].read_text()
     assert "2 of 2" in page
+
+
+def test_a_run_that_was_made_again_does_not_replace_the_recorded_one(tmp_path: Path) -> None:
+    for method, loss in (("none", 3.0), ("gate", 2.99)):
+        made_up_run(tmp_path / "first", "modernbert", method, 42, loss)
+    made_up_run(tmp_path / "second", "modernbert", "none", 42, 3.1, warmup_steps=3)  # of the same name
+    _, records, *_ = write_arena([tmp_path / "first"], tmp_path)
+    before = records.read_text()
+    with pytest.raises(ValueError, match="has another run named modernbert-none-42, of before"):
+        write_arena([tmp_path / "second"], tmp_path)
+    write_arena([tmp_path / "first"], tmp_path)  # the same run is no other
+    assert records.read_text() == before
 
 
 def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:

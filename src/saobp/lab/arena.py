@@ -26,6 +26,7 @@ from saobp.lab.arena_records import (
     has_loss,
     in_fields,
     recorded,
+    saved_records,
     settings_of,
     title_of,
     two_by_two,
@@ -76,8 +77,15 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     fresh: groups of seeds that confirm a choice made on others
     """
     records_file = out / "arena" / "runs.json"
-    before = {record["run"]: record for record in read_json(records_file)} if records_file.exists() else {}
-    records = {**before, **recorded(folders)}
+    before = saved_records(records_file) if records_file.exists() else {}
+    new = recorded(folders)
+    for name, record in new.items():
+        if name in before and before[name].get("started") != record.get("started"):
+            raise ValueError(
+                f"{records_file} has another run named {name}, of {before[name].get('started')}: rename the "
+                "folder of the new one, or leave it out"
+            )
+    records = {**before, **new}
     settings = settings_of(records.values(), fresh)
     paired = [setting for setting in settings if setting.gains()]
     if not paired:
@@ -272,6 +280,11 @@ class StepTimes:
     @classmethod
     def read(cls, path: Path) -> StepTimes:
         content = read_object(path)
+        missing = [name for name in (*SHARED, "seconds", "environment") if name not in content]
+        if missing:
+            raise ValueError(f"{path} holds no times of steps, as it has no {', '.join(missing)}")
+        if not content["seconds"].get(ORIGINAL):
+            raise ValueError(f"{path} has no times of Original ({ORIGINAL}), which others are relative to")
         setting = {name: content[name] for name in SHARED} | {
             n: content.get(n, was) for n, was in LATER.items()
         }

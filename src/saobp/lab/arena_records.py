@@ -21,7 +21,7 @@ from saobp.refinement import Refinement
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import RESULT, run_folders
 from saobp.sizes import DECODERS, FAMILY_NAMES
-from saobp.storage.json_files import read_object
+from saobp.storage.json_files import read_json, read_object
 from saobp.training.architectures import SIZES
 from saobp.training.recipes import PretrainRecipe, named_recipe
 
@@ -32,6 +32,8 @@ GLUE = "glue"
 """Subfolder of a run with a folder of the output of ``saobp finetune`` for each task."""
 GLUE_TASKS = ("mnli", "qqp", "sst2", "cola", "qnli", "stsb", "mrpc", "rte")
 """The longest first. Without WNLI, whose validation rows repeat training sentences with the other label."""
+NEEDED = ("run", "kind", "command", "commit", "seed", "data", "environment", "recipe", "result")
+"""Fields of a record without which nobody could tell what was run."""
 CONFIRMING_PAIRS = 5
 """Pairs of fresh seeds without which there is no verdict; elsewhere ``LEAST_PAIRS`` do."""
 FREE = (
@@ -176,13 +178,8 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
         for path in run_folders(folder):
             run = RunFolder(path)
             if run.is_finished and run.recipe.get("kind") == "pretrain":
-                records[path.name] = {
-                    "run": path.name,
-                    "kind": "pretrain",
-                    **run.record,
-                    "recipe": run.recipe,
-                    "result": run.result,
-                }
+                record = {"run": path.name, "kind": "pretrain", **run.record}
+                records[path.name] = checked({**record, "recipe": run.recipe, "result": run.result}, path)
                 if (path / BLIMP / RESULT).exists():
                     records[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
                 result_files = {task: path / GLUE / task / RESULT for task in GLUE_TASKS}
@@ -193,6 +190,24 @@ def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
                         if result_file.exists()
                     }
     return records
+
+
+def saved_records(file: Path) -> dict[str, dict[str, Any]]:
+    """The records in a file such as ``runs.json``, by the names of their runs."""
+    content = read_json(file)
+    if not isinstance(content, list):
+        raise ValueError(f"{file} is no list of records, as saobp arena writes it")
+    return {checked(record, file)["run"]: record for record in content}
+
+
+def checked(record: Any, source: Path) -> dict[str, Any]:
+    """The record of a finished run; raises a ValueError if it lacks a field."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{source} holds something that is no record: {json.dumps(record)[:40]}")
+    missing = [name for name in NEEDED if name not in record]
+    if missing:
+        raise ValueError(f"a record in {source} ({record.get('run', 'no name')}) has no {', '.join(missing)}")
+    return record
 
 
 def has_loss(record: Mapping[str, Any]) -> bool:
