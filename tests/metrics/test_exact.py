@@ -154,6 +154,15 @@ def test_graphs_without_meaning_give_zero() -> None:
 
 
 @pytest.mark.parametrize("statistic", PER_MAP, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0,)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_maps_give_no_numbers(statistic, shape: tuple[int, ...], padded: bool) -> None:  # type: ignore[no-untyped-def]
+    maps = torch.zeros(*shape, 5, 5)
+    mask = torch.ones(shape[0], 5, dtype=torch.bool) if padded else None
+    assert statistic(maps, padding_mask=mask).shape == shape
+
+
+@pytest.mark.parametrize("statistic", PER_MAP, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(statistic, side: str) -> None:  # type: ignore[no-untyped-def]
     lengths, width = [50, 43, 1], 57

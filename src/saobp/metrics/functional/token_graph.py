@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -99,7 +100,7 @@ def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor,
     """Symmetric weights above ``tau`` without loops, ``[graphs, nodes, nodes]``, and nodes per graph."""
     rows, length = maps.rows, maps.rows.shape[-1]
     batch = rows.shape[0] if rows.ndim > 2 else 1
-    flat = rows.reshape(batch, -1, length, length)
+    flat = rows.reshape(batch, math.prod(rows.shape[1:-2]), length, length)  # -1 is ambiguous without texts
     sampled = _sampled_tokens(maps, batch, nodes, seed).to(rows.device)
     is_sampled = sampled >= 0
     positions = sampled.clamp(min=0)
@@ -116,7 +117,7 @@ def token_graphs(maps: Maps, tau: float, nodes: int, seed: int) -> tuple[Tensor,
 def _sampled_tokens(maps: Maps, batch: int, nodes: int, seed: int) -> Tensor:
     """Positions of the drawn tokens in ascending order, ``[batch, nodes]``; padded with -1."""
     length = maps.rows.shape[-1]
-    if maps.real is None:
+    if maps.real is None or not batch:
         return _draw(torch.arange(length), nodes, seed).expand(batch, -1)
     real = maps.real.reshape(batch, length).cpu()
     draws = [_draw(torch.nonzero(row)[:, 0], nodes, seed) for row in real]
