@@ -186,6 +186,16 @@ def test_a_model_compared_with_its_own_refinement_is_said_to_be(
     assert "already" not in run(*given, "high:0.2").output
 
 
+def test_a_refinement_is_not_taken_for_that_of_another_model_beside_it(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    others = ("--compare", folders["refined"], "--compare", "high:learned")
+    shown = run(folders["bert"], "--text", text, "--out", tmp_path / "out", *others)
+    assert shown.exit_code == 0, shown.output
+    assert "already" not in shown.stderr
+    assert "learned strengths start at 0" in shown.stderr
+
+
 def test_several_are_compared_and_untrained_strengths_are_said_to_change_nothing(
     folders: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:

@@ -162,13 +162,13 @@ def _diagnoses(
             advance = _adding_up(bars.add(subject), len(texts))
             requested = None if refinement is None else Refinement.parse(refinement)
             loaded, tokenizer = load_model(name, requested)
-            if requested is None:
+            if not diagnoses:  # the model that refinements are applied to
                 saved = refinement_of(loaded)
-            elif saved == requested:
+            elif requested is not None and requested == saved:
                 print_note(
                     f"{name} has {refinement} already, so both tables are alike: name another by --compare"
                 )
-            elif requested.is_learned:
+            elif requested is not None and requested.is_learned:
                 print_note(
                     f"learned strengths start at 0, so {name} with {refinement} is the plain model: name a "
                     "strength, as in high:1"
