@@ -86,8 +86,9 @@ def diagnose(
             check_file(text)
         if model is not None:
             checked_folder(model)
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"{str(out)!r} is a file: name a folder by --out")
+        there = next(place for place in (out, *out.parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"{str(there)!r} is a file: name a folder by --out")
         if (out / DIAGNOSIS).exists() and not overwrite:
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
