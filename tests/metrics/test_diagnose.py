@@ -211,6 +211,20 @@ def test_several_are_compared_and_untrained_strengths_are_said_to_change_nothing
     assert "is the plain model: name a strength, as in high:1" in shown.stderr
 
 
+def test_results_are_kept_where_nobody_reads_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``saobp diagnose ... | head``."""
+
+    def unread(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("saobp.commands.diagnose.show", unread)
+    assert run("--example", "--out", tmp_path / "out").exit_code == 1
+    assert json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
 def test_a_missing_model_is_named_first(text: Path, tmp_path: Path) -> None:
     (tmp_path / "diagnosis.json").write_text("{}")
     assert "there is no model" in run(tmp_path / "none", "--text", text, "--out", tmp_path).output

@@ -110,11 +110,13 @@ def diagnose(
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
         subjects = _subjects(EXAMPLE if model is None else model, compare or [])
         diagnoses, explorer = _diagnoses(stderr_console(), subjects, texts, length, batch_size, method, full)
+        written = _write(diagnoses, out, texts[0], explorer)  # before anything is printed, which may fail
         if as_json:
             print_json([diagnosis.to_dict() for diagnosis in diagnoses])
         else:
             show(stdout_console(), diagnoses)
-        _write(stderr_console() if as_json else stdout_console(), diagnoses, out, texts[0], explorer)
+        console = stderr_console() if as_json else stdout_console()
+        console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)
     except (ValueError, OSError) as problem:
         fail(problem)
 
@@ -279,12 +281,8 @@ def _cell(head: HeadHealth) -> Text:
 
 
 def _write(
-    console: Console,
-    diagnoses: Sequence[Diagnosis],
-    out: Path,
-    sample: str,
-    explorer: dict[str, Any] | None,
-) -> None:
+    diagnoses: Sequence[Diagnosis], out: Path, sample: str, explorer: dict[str, Any] | None
+) -> list[Path]:
     from saobp.extras import MissingPackageError
     from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_figures, write_diagnosis_page
 
@@ -294,4 +292,4 @@ def _write(
         written.append(write_diagnosis_page(diagnoses, out, sample))
     except MissingPackageError as problem:
         print_note(str(problem))
-    console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)
+    return written
