@@ -90,6 +90,12 @@ def test_without_arguments_it_explains_itself() -> None:
     assert "saobp diagnose --example" in shown.output
 
 
+def test_texts_without_a_model_are_refused(text: Path) -> None:
+    shown = run("--text", text)
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("name a model: ")
+
+
 def test_the_example_runs_offline_and_names_the_planted_heads(tmp_path: Path) -> None:
     shown = run("--example", "--full", "--out", tmp_path / "out")
     assert shown.exit_code == 0, shown.output

@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.import_option import Imports, import_user_code
-from saobp.commands.streams import AsJson, fail, print_json, print_note, stderr_console, stdout_console
+from saobp.commands.streams import (
+    AsJson,
+    fail,
+    has_options,
+    print_json,
+    print_note,
+    stderr_console,
+    stdout_console,
+)
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
 from saobp.storage.model_folders import check_file, checked_folder
@@ -51,6 +59,7 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 
 
 def diagnose(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
@@ -78,10 +87,12 @@ def diagnose(
     imports: Imports = None,
 ) -> None:
     """Measure every attention head of a model and say which collapse."""
-    if model is None and not example:
+    if not has_options(context):
         stdout_console().print(EXPLANATION)
         return
     try:
+        if model is None and not example:
+            raise ValueError("name a model: saobp diagnose FOLDER --text FILE, or saobp diagnose --example")
         if text is not None:
             check_file(text)
         if model is not None:
