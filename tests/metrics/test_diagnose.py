@@ -90,6 +90,12 @@ def test_without_arguments_it_explains_itself() -> None:
     assert "saobp diagnose --example" in shown.output
 
 
+def test_texts_without_a_model_are_refused(text: Path) -> None:
+    shown = run("--text", text)
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("name a model: ")
+
+
 def test_the_example_runs_offline_and_names_the_planted_heads(tmp_path: Path) -> None:
     shown = run("--example", "--full", "--out", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
@@ -186,6 +192,16 @@ def test_a_model_compared_with_its_own_refinement_is_said_to_be(
     assert "already" not in run(*given, "high:0.2").output
 
 
+def test_a_refinement_is_not_taken_for_that_of_another_model_beside_it(
+    folders: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    others = ("--compare", folders["refined"], "--compare", "high:learned")
+    shown = run(folders["bert"], "--text", text, "--out", tmp_path / "out", *others)
+    assert shown.exit_code == 0, shown.output
+    assert "already" not in shown.stderr
+    assert "learned strengths start at 0" in shown.stderr
+
+
 def test_several_are_compared_and_untrained_strengths_are_said_to_change_nothing(
     folders: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +215,20 @@ def test_several_are_compared_and_untrained_strengths_are_said_to_change_nothing
     ]
     assert "learned strengths start at 0" in shown.stderr
     assert "is the plain model: name a strength, as in high:1" in shown.stderr
+
+
+def test_results_are_kept_where_nobody_reads_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``saobp diagnose ... | head``."""
+
+    def unread(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("saobp.commands.diagnose.show", unread)
+    assert run("--example", "--out", tmp_path / "out").exit_code == 1
+    assert json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 def test_a_missing_model_is_named_first(text: Path, tmp_path: Path) -> None:
@@ -281,6 +311,7 @@ def test_wrong_places_are_refused_before_anything_is_measured(
     for arguments, words in (
         (("--text", tmp_path, "--out", tmp_path / "out"), "is a folder: name a file in it"),
         (("--text", text, "--out", text), "is a file: name a folder by --out"),
+        (("--text", text, "--out", text / "a" / "b"), f"{str(text)!r} is a file: name a folder by --out"),
         (("--text", text, "--out", tmp_path / "out", "--compare", tmp_path / "none"), "there is no model"),
     ):
         shown = run(folders["bert"], *arguments)

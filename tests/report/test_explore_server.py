@@ -164,6 +164,12 @@ def test_the_command_refuses_in_a_sentence() -> None:
         assert "Traceback" not in shown.output
 
 
+def test_a_port_in_use_is_named_in_a_sentence(port: int) -> None:
+    shown = CliRunner().invoke(app, ["explore", "--example", "--no-browser", "--port", str(port)])
+    assert shown.exit_code == 1
+    assert f"port {port} cannot be opened (Address already in use): name another" in shown.output
+
+
 def test_ctrl_c_ends_the_command_from_its_first_line_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before the server waits for requests, which takes a while where a browser has to open."""
 

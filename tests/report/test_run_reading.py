@@ -333,6 +333,25 @@ def test_the_command_writes_beside_a_single_run_and_refuses_in_a_sentence(tmp_pa
     assert "holds no run and no diagnosis" in refused.output
 
 
+def test_sentences_are_written_to_all_runs_or_to_none(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run", steps=50), make_run(tmp_path / "other", steps=50)
+    tiny_model("gpt2").save_pretrained(run / "model")
+    example_model()[1].save_pretrained(run / "model")
+    for second, words in ((other, "holds no folder 'model'"), (tmp_path / "none", "there is no folder")):
+        out = ("--out", str(tmp_path / "page.html"))
+        refused = CliRunner().invoke(app, ["report", str(run), str(second), "--sentence", "one two", *out])
+        assert refused.exit_code == 1
+        assert words in refused.output
+        assert not (run / "explorer.json").exists()
+
+
+def test_a_file_given_as_a_run_is_not_taken_for_the_page(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("words")
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "notes.txt")])
+    assert refused.exit_code == 1
+    assert "there is no folder" in refused.output
+
+
 @pytest.mark.parametrize(
     ("kind", "columns", "status"),
     [("table", ["claim", "here"], "reproduces"), ("question", ["is it so?", "answer"], "yes")],

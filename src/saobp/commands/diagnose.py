@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from saobp.commands.import_option import Imports, import_user_code
-from saobp.commands.streams import AsJson, fail, print_json, print_note, stderr_console, stdout_console
+from saobp.commands.streams import (
+    AsJson,
+    fail,
+    has_options,
+    print_json,
+    print_note,
+    stderr_console,
+    stdout_console,
+)
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
 from saobp.storage.model_folders import check_file, checked_folder
@@ -51,6 +59,7 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 
 
 def diagnose(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Folder of a run or of a saved model, or a name on the hub.")
     ] = None,
@@ -78,16 +87,19 @@ def diagnose(
     imports: Imports = None,
 ) -> None:
     """Measure every attention head of a model and say which collapse."""
-    if model is None and not example:
+    if not has_options(context):
         stdout_console().print(EXPLANATION)
         return
     try:
+        if model is None and not example:
+            raise ValueError("name a model: saobp diagnose FOLDER --text FILE, or saobp diagnose --example")
         if text is not None:
             check_file(text)
         if model is not None:
             checked_folder(model)
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"{str(out)!r} is a file: name a folder by --out")
+        there = next(place for place in (out, *out.parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"{str(there)!r} is a file: name a folder by --out")
         if (out / DIAGNOSIS).exists() and not overwrite:
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"
@@ -109,11 +121,13 @@ def diagnose(
             raise ValueError("there is nothing to read: give texts by --text FILE or --dataset NAME")
         subjects = _subjects(EXAMPLE if model is None else model, compare or [])
         diagnoses, explorer = _diagnoses(stderr_console(), subjects, texts, length, batch_size, method, full)
+        written = _write(diagnoses, out, texts[0], explorer)  # before anything is printed, which may fail
         if as_json:
             print_json([diagnosis.to_dict() for diagnosis in diagnoses])
         else:
             show(stdout_console(), diagnoses)
-        _write(stderr_console() if as_json else stdout_console(), diagnoses, out, texts[0], explorer)
+        console = stderr_console() if as_json else stdout_console()
+        console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)
     except (ValueError, OSError) as problem:
         fail(problem)
 
@@ -162,13 +176,13 @@ def _diagnoses(
             advance = _adding_up(bars.add(subject), len(texts))
             requested = None if refinement is None else Refinement.parse(refinement)
             loaded, tokenizer = load_model(name, requested)
-            if requested is None:
+            if not diagnoses:  # the model that refinements are applied to
                 saved = refinement_of(loaded)
-            elif saved == requested:
+            elif requested is not None and requested == saved:
                 print_note(
                     f"{name} has {refinement} already, so both tables are alike: name another by --compare"
                 )
-            elif requested.is_learned:
+            elif requested is not None and requested.is_learned:
                 print_note(
                     f"learned strengths start at 0, so {name} with {refinement} is the plain model: name a "
                     "strength, as in high:1"
@@ -278,12 +292,8 @@ def _cell(head: HeadHealth) -> Text:
 
 
 def _write(
-    console: Console,
-    diagnoses: Sequence[Diagnosis],
-    out: Path,
-    sample: str,
-    explorer: dict[str, Any] | None,
-) -> None:
+    diagnoses: Sequence[Diagnosis], out: Path, sample: str, explorer: dict[str, Any] | None
+) -> list[Path]:
     from saobp.extras import MissingPackageError
     from saobp.report.diagnosis_page import write_diagnosis, write_diagnosis_figures, write_diagnosis_page
 
@@ -293,4 +303,4 @@ def _write(
         written.append(write_diagnosis_page(diagnoses, out, sample))
     except MissingPackageError as problem:
         print_note(str(problem))
-    console.print(Text(f"wrote {', '.join(path.name for path in written)} to {out}"), soft_wrap=True)
+    return written

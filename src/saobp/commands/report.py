@@ -51,7 +51,9 @@ def report(
         if form is not Format.html and (sentence or title):
             raise ValueError(f"--sentence and --title are for a page; figures as {form.value} have neither")
         for folder in runs:
-            if folder.is_dir() and not is_run(folder) and run_folders(folder) == [folder]:
+            if not folder.is_dir():
+                raise ValueError(f"there is no folder {str(folder)!r} with a run")
+            if not is_run(folder) and run_folders(folder) == [folder]:
                 raise ValueError(f"{str(folder)!r} holds no run and no diagnosis")
         import_user_code(imports)
         page = (out or base) / "report.html" if (out or base).is_dir() else out or base
@@ -74,15 +76,18 @@ def report(
 
 
 def _explore(runs: list[Path], sentences: list[str]) -> None:
-    """Write ``explorer.json`` to every run, from its saved model."""
+    """Write ``explorer.json`` to every run, from its saved model; to none if that fails for one."""
     from saobp.metrics.diagnosis.loading import load_model
     from saobp.report import explorer_data, write_explorer
     from saobp.runs.layout import MODEL, run_folders, seed_folders
 
-    for run in (run_folder for folder in runs if folder.is_dir() for run_folder in run_folders(folder)):
+    explorers = []
+    for run in (run_folder for folder in runs for run_folder in run_folders(folder)):
         folders = [run / MODEL, *(seed / MODEL for seed in seed_folders(run))]
         saved = next((folder for folder in folders if folder.is_dir()), None)
         if saved is None:
             raise ValueError(f"{str(run)!r} holds no folder 'model', so there is no model for the sentences")
         model, tokenizer = load_model(str(saved))
-        write_explorer(explorer_data(model, tokenizer, sentences, subject=run.resolve().name), run)
+        explorers.append((explorer_data(model, tokenizer, sentences, subject=run.resolve().name), run))
+    for explorer, run in explorers:
+        write_explorer(explorer, run)

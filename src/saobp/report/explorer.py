@@ -77,8 +77,8 @@ def explorer_data(
         "refinement": layers[0]["refinement"],
         "strengths": [layer["strengths"] for layer in layers],
         "sentences": [
-            {"text": text, "tokens": tokens, "scores": [layer["heads"] for layer in strengths]}
-            for text, tokens, strengths in looks
+            {"text": text, "tokens": tokens, "scores": [layer["heads"] for layer in recorded]}
+            for text, tokens, recorded in looks
         ],
         "left_out": left_out,
     }

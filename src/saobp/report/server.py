@@ -59,7 +59,11 @@ def make_server(answer: Answer, *, subject: str, characters: int, tokens: int, p
             return explored(answer(text), subject)
 
     handler = type("Handler", (_Handler,), {"page": page, "look": staticmethod(look)})
-    return _Server((ADDRESS, port), handler)
+    try:
+        return _Server((ADDRESS, port), handler)
+    except OSError as problem:
+        why = problem.strerror or problem
+        raise OSError(f"port {port} cannot be opened ({why}): name another by --port, or none") from None
 
 
 class _Server(HTTPServer):
@@ -68,8 +72,8 @@ class _Server(HTTPServer):
     request_queue_size = WAITING
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(address, handler)
         self._waiting: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
+        super().__init__(address, handler)  # closes itself, which needs the queue, if the port is taken
         for _ in range(WORKERS):
             threading.Thread(target=self._work, daemon=True).start()
 
