@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import typer
 from huggingface_hub import constants
 from rich.console import Console
 from typer.testing import CliRunner
@@ -38,6 +40,19 @@ def test_a_reader_that_stops_reading_is_no_error(capsys: pytest.CaptureFixture[s
     with pytest.raises(BrokenPipeError):
         fail(BrokenPipeError(32, "Broken pipe"))
     assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_the_system_is_shown_without_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        fail(OSError(errno.ENOSPC, "No space left on device"))  # of a write to stdout: no file is named
+    assert "No space left on device" in (found := capsys.readouterr().err)
+    assert "Errno" not in found
+
+
+def test_a_missing_data_folder_is_named_with_its_option(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--data-dir", str(tmp_path / "nowhere")])
+    assert refused.exit_code == 1
+    assert refused.stderr.strip().endswith("nowhere does not exist: check --data-dir")
 
 
 def test_a_page_is_never_replaced_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,12 @@ def test_an_earlier_diagnosis_is_replaced_only_where_asked(
     assert refused.exit_code == 1
     assert "holds a diagnosis: name another by --out, or add --overwrite to replace it" in refused.stderr
     assert earlier.read_text() == "[]"
+    stale = earlier.with_name("betweenness.png")
+    stale.write_text("of --full, which is not asked for now")
     run(folders["bert"], "--text", text, "--out", tmp_path / "out", "--overwrite")
     assert json.loads(earlier.read_text())
+    assert not stale.exists()
+    assert earlier.with_name("gtd.png").exists()
 
 
 def test_results_are_complete_and_hostile_text_stays_text(

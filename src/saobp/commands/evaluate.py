@@ -10,7 +10,15 @@ from rich import box
 from rich.table import Table
 
 from saobp.commands.import_option import Imports, import_user_code
-from saobp.commands.streams import AsJson, fail, print_json, print_note, print_result, stdout_console
+from saobp.commands.streams import (
+    AsJson,
+    check_data_dir,
+    fail,
+    print_json,
+    print_note,
+    print_result,
+    stdout_console,
+)
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.storage.model_folders import checked_folder
 
@@ -49,6 +57,7 @@ def evaluate(
     """Measure a language model: WikiText, BLiMP, and RACE-Middle and BoolQ zero-shot for decoders."""
     try:
         import_user_code(imports)
+        check_data_dir(data_dir)
         checked_folder(model)
         from saobp.commands.quiet_logs import quiet_transformers
         from saobp.commands.refinement_option import parse_refinement_option

@@ -63,8 +63,10 @@ def fail(problem: BaseException | str) -> NoReturn:
 
 def error_message(problem: BaseException) -> str:
     """An error as one sentence; of an OSError the system's message and the file, without its number."""
-    if not isinstance(problem, OSError) or problem.strerror is None or problem.filename is None:
+    if not isinstance(problem, OSError) or problem.strerror is None:
         return str(problem)
+    if problem.filename is None:
+        return problem.strerror
     if problem.errno in (errno.EEXIST, errno.ENOTDIR):
         return f"{str(problem.filename)!r} cannot be a folder: it is a file, or lies below one"
     return f"{problem.strerror}: {str(problem.filename)!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from saobp.extras import import_optional
 from saobp.metrics.diagnosis.diagnose import Diagnosis
+from saobp.metrics.diagnosis.head_names import TITLES
 from saobp.report.explorer import write_explorer
 from saobp.report.page import write_report
 from saobp.runs.layout import DIAGNOSIS, EXPLORER
@@ -17,15 +19,20 @@ from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import finite
 
 SAMPLE_CHARACTERS = 400
+PAGE = "report.html"
 
 
 def write_diagnosis(
     diagnoses: Sequence[Diagnosis], folder: Path, explorer: dict[str, Any] | None = None
 ) -> list[Path]:
-    """Write the numbers, and data for the explorer, into ``folder``; ``saobp report`` reads it like a run."""
+    """Write the numbers, and data for the explorer, into ``folder``; ``saobp report`` reads it like a run.
+
+    Figures, page and explorer of an earlier diagnosis there are removed: they show other numbers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write_json(diagnoses, folder / DIAGNOSIS), _write_csv(diagnoses, folder / "heads.csv")]
-    (folder / EXPLORER).unlink(missing_ok=True)
+    for name in (EXPLORER, PAGE, *(f"{figure}.png" for figure in (*TITLES, "layers"))):
+        (folder / name).unlink(missing_ok=True)
     if explorer is not None:
         written.append(write_explorer(explorer, folder))
     return written
@@ -46,7 +53,7 @@ def write_diagnosis_page(diagnoses: Sequence[Diagnosis], folder: Path, sample: s
     """``report.html`` of a folder with a diagnosis; ``sample`` is the first text, shown as text."""
     cut = sample[:SAMPLE_CHARACTERS] + ("…" if len(sample) > SAMPLE_CHARACTERS else "")
     title = "Attention health: " + " beside ".join(diagnosis.subject for diagnosis in diagnoses)
-    return write_report([folder], folder / "report.html", title=title, sample=cut)
+    return write_report([folder], folder / PAGE, title=title, sample=cut)
 
 
 def _write_json(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
@@ -61,8 +68,10 @@ def _write_csv(diagnoses: Sequence[Diagnosis], path: Path) -> Path:
         for diagnosis in diagnoses
         for head in diagnosis.heads
     ]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
     return path
