@@ -156,6 +156,9 @@ def test_a_parquet_file_that_is_corrupt_inside_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_nowhere_is_said(tmp_path: Path) -> None:
+    for name in ("books.txt", str(tmp_path / "books")):  # the hub is not asked
+        with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*books"):
+            open_corpus(name)
     with pytest.raises(FileNotFoundError, match=r"no file or folder, nor one in .* hub could not give it"):
         open_corpus("nowhere/at-all", data_dir=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"data folder .* does not exist"):

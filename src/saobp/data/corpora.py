@@ -17,6 +17,7 @@ from saobp.storage.atomic import first_line
 
 COLUMN = "text"
 SPLITS = ("train", "validation", "test")
+FORMATS = (".parquet", ".txt")
 TITLE = re.compile(r" = [^=].* = \n?")
 """A WikiText line that opens an article; sections have more equals signs."""
 
@@ -142,6 +143,8 @@ def open_corpus(name: str | Path, data_dir: str | Path | None = None, split: str
             return FileCorpus(str(name), _files_of(path, split))
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"the data folder {data_dir} does not exist")
+    if _kind(Path(name)) in FORMATS or Path(name).is_absolute():  # no name on the hub: it need not be asked
+        raise FileNotFoundError(f"there is no file or folder {str(name)!r}{_nor_in(data_dir)}")
     return _from_hub(str(name), data_dir, split)
 
 
@@ -214,9 +217,13 @@ def _kind(file: Path) -> str:
     return file.suffix.lower()
 
 
+def _nor_in(data_dir: str | Path | None) -> str:
+    return "" if data_dir is None else f", nor one in {data_dir}"
+
+
 def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
     if path.is_file():
-        if _kind(path) not in (".parquet", ".txt"):
+        if _kind(path) not in FORMATS:
             raise ValueError(f"{path} is neither .parquet nor .txt")
         files = [path]
     else:
@@ -242,7 +249,7 @@ def _files_of(path: Path, split: str | None) -> tuple[Path, ...]:
 def _from_hub(name: str, data_dir: str | Path | None, split: str | None) -> Corpus:
     from datasets import load_dataset
 
-    where = f"is no file or folder{'' if data_dir is None else f', nor one in {data_dir}'}"
+    where = f"is no file or folder{_nor_in(data_dir)}"
     repository, _, config = name.partition("@")
     try:
         rows = load_dataset(repository, config or None, split=split or "train")
