@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/glossary.md: planted heads of eight tokens, with their statistics.
+"""Draw the pictures of docs/glossary.md: made-up heads of eight tokens, with their statistics.
 
 python tools/draw_glossary.py docs/images
 """

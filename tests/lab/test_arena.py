@@ -81,10 +81,10 @@ def test_methods_are_compared_with_plain_attention_that_is_trained_for_longer(tm
             for run in list(folder.iterdir()):
                 run.rename(tmp_path / "runs" / f"{run.name}-{times}")
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
-    table = page.split("Times are equal only in rows whose method takes as much longer for a step.")[1]
+    table = page.split("Times are equal only in lines whose method takes as much longer for a step.")[1]
     table = table.split("\n\n")[1].splitlines()
     assert table[2:] == [
-        "| Original | 4 % more steps | +2.0 % [+2.0, +2.0] | 0 of 3 | loss |",
+        "| Plain attention | 4 % more steps | +2.0 % [+2.0, +2.0] | 0 of 3 | loss |",
         "| High, learned strengths | 4 % more steps | +1.0 % [+1.0, +1.0] | 0 of 3 | loss |",
     ]
 
@@ -105,7 +105,7 @@ def test_a_run_whose_loss_is_not_finite_is_named_and_its_pair_left_out(tmp_path:
 def test_runs_of_other_recipes_are_not_compared(tmp_path: Path) -> None:
     made_up_run(tmp_path / "runs", "modernbert", "none", 42, 3.0)
     made_up_run(tmp_path / "runs", "modernbert", "high:learned", 42, 2.9, learning_rate=9e-4)
-    with pytest.raises(ValueError, match="finished run of Original"):
+    with pytest.raises(ValueError, match="finished run of plain attention"):
         write_arena([tmp_path / "runs"], tmp_path)
 
 
@@ -193,14 +193,14 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
 
 
 def test_all_methods_of_the_plan_are_compared_with_each_other(tmp_path: Path) -> None:
-    rivals = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
-    forms = (*rivals, "qk-norm", "high:learned+qk-norm", "high-key-bias:learned+qk-norm")
+    others = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
+    forms = (*others, "qk-norm", "high:learned+qk-norm", "high-key-bias:learned+qk-norm")
     losses = {"none": 3.0, **dict.fromkeys(forms, 2.9), "high-key-bias:learned": 2.95, "high:learned": 2.98}
     for seed in (42, 1, 2):
         for method, loss in losses.items():
             made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
     page = write_arena([tmp_path / "runs"], tmp_path)[0].read_text()
-    table = page.split("| less the column's |")[1].split("\n\n")[0]
+    table = page.split("| difference from the column's method |")[1].split("\n\n")[0]
     assert table.splitlines()[-1].startswith("| Key bias, learned strengths | ")
     assert table.splitlines()[-1].endswith(" | -3.0 % [-3.0, -3.0] |")
 
@@ -276,7 +276,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
         f"{base}muon, muon_rate=2.0, fresh seeds 11 to 13",
         f"{base}adamw, muon_rate=1.0, fresh seeds 9",
         f"{base}adamw, muon_rate=1.0",
-        "Which recipe is best for Original?",
+        "Which recipe is best for plain attention?",
     ]
     assert "| Temperature per head | 16.44 (3) | -4.9 % [-4.9, -4.9] | -4.9 % | 3 of 3 |" in page
     both, usual = (part.split("\n\n")[0].splitlines()[1:] for part in page.split("mean loss |\n")[1:])
@@ -293,7 +293,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     (tmp_path / "arena" / "again.json").unlink()
     CliRunner().invoke(app, ["arena", *folders, *options])
     page = (tmp_path / "arena" / "README.md").read_text()
-    assert "Which recipe is best for Original?" in page
+    assert "Which recipe is best for plain attention?" in page
     assert "again.json" not in page
     records = json.loads((tmp_path / "arena" / "runs.json").read_text())
     plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))
@@ -314,7 +314,7 @@ def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other
     plot = forest(settings_of(records, [range(11, 16)]))
     first, second = plot.axes
     assert [label.get_text() for label in first.get_yticklabels()] == [
-        "High, learned strengths beside Gated heads",
+        "High, learned strengths added to Gated heads",
         "High, learned strengths",
         "High, learned strengths + Gated heads",
         "Gated heads",
@@ -376,7 +376,7 @@ def test_a_record_that_lacks_a_field_is_refused_in_a_sentence(missing: str, tmp_
     ("content", "words"),
     [
         ({}, "has no family, size, batch_size, length, seconds, environment"),
-        ({"seconds": {"gate": [0.1]}}, "has no times of Original"),
+        ({"seconds": {"gate": [0.1]}}, "has no times of plain attention"),
     ],
 )
 def test_a_file_of_times_that_cannot_be_used_is_refused(
@@ -450,7 +450,7 @@ def test_the_mean_of_glue_decides_where_all_tasks_are_there(tmp_path: Path) -> N
     mean = f"{np.mean(own):.2f} ± {np.std(own, ddof=1):.2f} (3)"
     assert f"| Gated heads | {mean} | {middle:+.2f} [{low:+.2f}, {high:+.2f}] | gain |" in page
     assert f"| mean over seeds | {' | '.join(GLUE_TASKS)} |" in page
-    assert "| Original | 62.00 | 63.00 |" in page
+    assert "| Plain attention | 62.00 | 63.00 |" in page
 
 
 def test_reproduce_plans_the_arena_on_the_recipe_modern() -> None:
@@ -484,7 +484,7 @@ def test_reproduce_writes_the_page_of_the_arena(tmp_path: Path) -> None:
     tabulate(plan, tmp_path / "runs", tmp_path / "results")
     page = (tmp_path / "results" / "arena" / "mini.md").read_text()
     assert "-2.0 %" in page
-    assert "The question: Every rival" in page
+    assert "The question: Every other method" in page
     assert (tmp_path / "results" / "arena" / "mini-forest.svg").exists()
 
 
@@ -495,13 +495,13 @@ def test_every_family_that_is_trained_has_a_name() -> None:
 def test_nothing_to_compare_is_said_in_a_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["arena", str(tmp_path), "--out", str(tmp_path / "results")])
     assert done.exit_code == 1
-    assert "finished run of Original" in done.output.replace("\n", " ")
+    assert "finished run of plain attention" in done.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
     ("recipe", "method", "title"),
     [
-        ({}, "none", "Original"),
+        ({}, "none", "Plain attention"),
         (
             {"refinement": {"factor": "high", "strength": "learned"}},
             "high:learned",

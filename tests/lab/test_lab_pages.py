@@ -200,7 +200,7 @@ def test_scores_of_partial_tasks_never_stand_beside_the_paper_s(runs: Path, tmp_
     assert len(squad) == 4
     assert not any("24.07" in line or "19.22" in line for line in squad)
     assert any("28.06" in line for line in page.splitlines() if line.startswith("| hellaswag ↑ |"))
-    assert "Only a part of the training rows" in page
+    assert "Only a part of the training examples" in page
 
 
 def test_answers_mark_tasks_of_which_a_part_is_there(runs: Path) -> None:

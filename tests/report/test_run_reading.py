@@ -292,10 +292,10 @@ def test_a_folder_of_tasks_is_opened(tmp_path: Path) -> None:
 def test_facts_are_written_to_be_read(tmp_path: Path) -> None:
     run = make_finetune(tmp_path / "sst2")
     result = json.loads((run / "result.json").read_text())
-    result.update(partial=True, notes=["only 160 rows are used"], strengths=[[0.5, 1.0], [0.25, 2.0]])
+    result.update(partial=True, notes=["only 160 examples are used"], strengths=[[0.5, 1.0], [0.25, 2.0]])
     (run / "result.json").write_text(json.dumps(result))
     words = words_of(write_report([run], tmp_path / "page.html"))
-    assert "Partial data: only 160 rows are used." in words
+    assert "Partial data: only 160 examples are used." in words
     assert '<th scope="row">strengths</th><td>4 values, from 0.25 to 2</td>' in words
     assert re.search(r"started</th><td>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC</td>", words)
 

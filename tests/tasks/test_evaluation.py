@@ -211,7 +211,7 @@ def test_a_decoder_is_measured_on_everything_and_the_results_are_kept(gpt2, data
     assert result["race-middle"]["every_question"]["questions"] == 10
     assert result["boolq"]["questions"] == 5
     assert result["wikitext"]["word_perplexity"] > result["wikitext"]["perplexity"]
-    assert any("only 5 rows" in note for note in result["notes"])
+    assert any("only 5 examples" in note for note in result["notes"])
     assert any(note.startswith("boolq: validation has ") for note in result["notes"])
     assert json.loads((tmp_path / "run/recipe.json").read_text())["refinement"]["factor"] == "high"
     again = CliRunner().invoke(app, line)

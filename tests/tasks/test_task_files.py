@@ -50,7 +50,7 @@ def test_a_limit_draws_the_same_rows_each_time_and_says_so(data_dir):
     once, again = load_task("cola", data_dir, limit=5), load_task("cola", data_dir, limit=5)
     assert once.train.column("sentence") == again.train.column("sentence")
     assert len(once.validation) == 5
-    assert "only 5 rows" in once.notes[-1]
+    assert "only 5 examples" in once.notes[-1]
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_task("cola", data_dir, limit=0)
 

@@ -21,7 +21,7 @@ def arena(
         ),
     ] = None,
 ) -> None:
-    """Compare pretraining runs with Original of the same recipe and seed; write a page and a forest plot."""
+    """Compare pretraining runs with plain attention of the same recipe and seed: a page and a forest plot."""
     try:
         absent = [str(folder) for folder in runs if not folder.is_dir()]
         if absent:

@@ -144,7 +144,9 @@ def pretraining(
     out: Out = None,
     models: Annotated[
         str,
-        typer.Option(help="Such as bert-mini,gpt2-mini; bert-mini@32 is the recipe paper at 32 rows."),
+        typer.Option(
+            help="Such as bert-mini,gpt2-mini; bert-mini@32 is the recipe paper at 32 sequences a step."
+        ),
     ] = "bert-mini,bert-small,bert-medium,gpt2-mini",
     versions: Annotated[
         str, typer.Option(help="Some of transformers, transformers-0, plain, high, plain-0.1, high-0.1.")

@@ -41,7 +41,7 @@ EXPLANATION = """\
 [bold]saobp diagnose[/] measures every attention head of a model on your texts
 and says which collapse.
 
-  saobp diagnose --example                        planted heads; runs offline
+  saobp diagnose --example                        a synthetic model; runs offline
   saobp diagnose FOLDER --text FILE               texts split at blank lines
   saobp diagnose FOLDER --dataset NAME            texts of a dataset
   saobp diagnose FOLDER --text FILE --compare high:0.2
@@ -82,7 +82,9 @@ def diagnose(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the results in that folder.")
     ] = False,
-    example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
+    example: Annotated[
+        bool, typer.Option("--example", help="Use a synthetic model, whose heads have known patterns.")
+    ] = False,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> None:

@@ -44,7 +44,7 @@ def evaluate(
         int, typer.Option(help="Positions that pseudo-perplexity hides, one at a time; 0 for all.", min=0)
     ] = 20_000,
     length: Annotated[int | None, typer.Option(help="Tokens in a block or window.", min=2)] = None,
-    limit: Annotated[int | None, typer.Option(help="So many rows, for a quick look.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="So many examples, for a quick look.", min=1)] = None,
     against: Annotated[
         Path | None, typer.Option(help="Results on blimp of another model, to compare pair by pair.")
     ] = None,

@@ -24,7 +24,9 @@ def explore(
     port: Annotated[
         int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)
     ] = 0,
-    example: Annotated[bool, typer.Option("--example", help="Use a model with planted heads.")] = False,
+    example: Annotated[
+        bool, typer.Option("--example", help="Use a synthetic model, whose heads have known patterns.")
+    ] = False,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
     imports: Imports = None,
 ) -> None:

@@ -43,9 +43,11 @@ def finetune(
     refinement: Annotated[
         str | None, typer.Option(help="Take this instead of the checkpoint's own; none takes it off.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="So many rows of each split, for a quick look.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="So many examples of each split, for a quick look.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the task's own.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples of a step.")] = None,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
     length: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,

@@ -101,11 +101,11 @@ def pretrain(
                 held_out=held_out,
                 progress=bars.add,
             )
-        parts = ", ".join(f"{name}: {rows:,}" for name, rows in texts.train.composition.items())
+        parts = ", ".join(f"{name}: {count:,}" for name, count in texts.train.composition.items())
         epochs = resolved.steps * resolved.batch_size / len(texts.train)
         print_note(
-            f"{len(texts.train):,} rows of {resolved.length} tokens an epoch ({parts}); "
-            f"{resolved.steps:,} steps of {resolved.batch_size} rows are {epochs:.2f} epochs."
+            f"{len(texts.train):,} sequences of {resolved.length} tokens an epoch ({parts}); "
+            f"{resolved.steps:,} steps of {resolved.batch_size} sequences are {epochs:.2f} epochs."
         )
         with plain_sentences(print_note):
             result = train(

@@ -51,7 +51,7 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="smoke, mini, small or medium.")] = "smoke",
     recipe: Annotated[str, typer.Option(help="fast (ours) or paper (as printed).")] = "fast",
     batch: Annotated[
-        int | None, typer.Option(help="Rows of a batch of the recipe paper: 32, 64, 128 or 256.")
+        int | None, typer.Option(help="Sequences of a batch of the recipe paper: 32, 64, 128 or 256.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="So many seeds; default: each target's own.")] = None,
     stage: Annotated[

@@ -18,6 +18,7 @@ import numpy as np
 
 from saobp.lab.arena_records import (
     BLIMP,
+    CONFIRMING_PAIRS,
     GLUE,
     GLUE_TASKS,
     ORIGINAL,
@@ -48,8 +49,18 @@ from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
 from saobp.storage.json_files import read_json, read_object, write_json
 
+READING = (
+    "**How to read.** Every run is paired with one of plain attention with the same recipe, texts and seed. "
+    "A difference is that of held-out loss, as per cent of perplexity, so below zero is better; *lower in* "
+    "counts pairs below zero. The 95 % t interval is over pairs: on the better side of zero it is a *gain*, "
+    f"on the other a *loss*; fewer than {LEAST_PAIRS} pairs ({CONFIRMING_PAIRS} of fresh seeds) are "
+    "*undecided*.\n"
+    "*High, learned strengths* is `high:learned`, *Key bias, learned strengths* `high-key-bias:learned`, and "
+    "A + B a model with both. *Fresh seeds*: nothing had been tuned or chosen on them before "
+    "([glossary](../../docs/glossary.md#words-of-the-results))."
+)
 LONGER = (
-    "Does it gain over plain attention that is trained for longer? Times are equal only in rows whose "
+    "Does it gain over plain attention that is trained for longer? Times are equal only in lines whose "
     "method takes as much longer for a step."
 )
 EFFECT = 0.5
@@ -62,7 +73,7 @@ AGAIN = "Where a seed was run again, that run counts ([again.json](again.json)).
 GLUE_RULE = (
     "Each model fine-tuned once on eight tasks of GLUE, with the seed of its pretraining "
     "(recipe and rule: `benchmarks/arena_tasks.py`). The mean of their main metrics decides, single tasks do "
-    "not. Accuracy, but Matthews correlation of CoLA and Spearman's of STS-B; rows are partial, so "
+    "not. Accuracy, but Matthews correlation of CoLA and Spearman's of STS-B; training sets are partial, so "
     "scores do not compare with published ones."
 )
 COMPARED = 11
@@ -90,8 +101,8 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     paired = [setting for setting in settings if setting.gains()]
     if not paired:
         raise ValueError(
-            f"no run in {', '.join(map(str, folders))} has a finished run of Original (--refinement none) "
-            "with the same recipe and seed to be compared with"
+            f"no run in {', '.join(map(str, folders))} has a finished run of plain attention "
+            "(--refinement none) with the same recipe and seed to be compared with"
         )
     records_file.parent.mkdir(parents=True, exist_ok=True)
     write_json(records_file, [records[name] for name in sorted(records)])
@@ -103,7 +114,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     tables = tuning_tables([*records.values(), *(read_json(repeated) if repeated.exists() else ())])
     if tables:
         words = f"{TUNING} {AGAIN}" if repeated.exists() else TUNING
-        parts += ["## Which recipe is best for Original?", words, *tables]
+        parts += ["## Which recipe is best for plain attention?", words, *tables]
     lost = [f"`{name}`" for name in sorted(records) if not has_loss(records[name])]
     if lost:
         parts.append(f"Left out, because their held-out loss is not finite: {', '.join(lost)}.")
@@ -118,11 +129,10 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
     yield "# Which way of attention is better?"
     yield (
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
-        "seed, checksums and result of each. A run is compared with Original of the same recipe, texts and "
-        "seed. The difference is that of held-out loss, as per cent of perplexity (less is better), with a "
-        "95 % t interval over pairs; beside it the median of the pairs."
+        "seed, checksums and result of each."
     )
-    yield "![Paired differences from Original with intervals](../forest.svg)"
+    yield READING
+    yield "![Differences from plain attention with 95 % intervals](../forest.svg)"
     paired = [setting for setting in settings if setting.gains()]
     confirmed = any(setting.fresh for setting in paired)
     for setting in paired:
@@ -137,7 +147,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
             yield _against_each_other(setting)
         combined = list(_together(setting))
         if combined:
-            yield "Does a method still gain beside another?"
+            yield "How much does a method gain with another, and how much alone? On the seeds that all have."
             yield markdown_table(TOGETHER, combined)
         longer = list(equal_time_rows(setting, settings))
         if longer:
@@ -162,12 +172,19 @@ def _recipe(setting: Setting, first: Setting) -> str:
     return f"Recipe: the first one of this page{', but ' + named if named else ''}."
 
 
-TOGETHER = ("method", "beside", "alone", "beside it", "difference of the two [95 % interval]", "together")
+TOGETHER = (
+    "A",
+    "B",
+    "A, difference from plain attention",
+    "A + B, difference from B",
+    "the second minus the first [95 % interval]",
+    "A + B, difference from plain attention",
+)
 HEADERS = (
     "method",
-    "perplexity",
-    "difference [95 % interval]",
-    "median",
+    "perplexity (seeds)",
+    "difference from plain attention [95 % interval]",
+    "median of differences",
     "lower in",
     "verdict",
     "parameters",
@@ -211,11 +228,11 @@ def _against_each_other(setting: Setting) -> str:
         after = methods.index(method)
         cells = ["" if n < after or gain is None else format_percent(gain) for n, gain in enumerate(gains)]
         lines.append([title_of(method), *cells])
-    return markdown_table(("less the column's", *map(title_of, methods[1:])), lines)
+    return markdown_table(("difference from the column's method", *map(title_of, methods[1:])), lines)
 
 
 def _together(setting: Setting) -> Iterable[list[str]]:
-    """Each method of a combination alone and beside the other, on the seeds that all have."""
+    """Each method of a combination alone and with the other, on the seeds that all have."""
     for first, second, both in combinations(setting.losses, ORIGINAL):
         for one, other in ((first, second), (second, first)):
             gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
@@ -224,7 +241,7 @@ def _together(setting: Setting) -> Iterable[list[str]]:
 
 
 def _scores(setting: Setting, measure: str, title: str) -> str:
-    """Scores of a measure and their paired differences from Original, in points of a hundred."""
+    """Scores of a measure and their paired differences from plain attention, in points of a hundred."""
     scores = setting.scores[measure]
     lines = []
     for method in [method for method in (ORIGINAL, *setting.gains()) if method in scores]:
@@ -236,7 +253,9 @@ def _scores(setting: Setting, measure: str, title: str) -> str:
         )
         verdict = "" if gain is None else format_verdict(gain, summary)
         lines.append([title_of(method), format_spread(summary, 2), format_gain(gain, 2), verdict])
-    return markdown_table(("method", title, "difference [95 % interval]", "verdict"), lines)
+    return markdown_table(
+        ("method", title, "difference from plain attention [95 % interval]", "verdict"), lines
+    )
 
 
 def _single_tasks(setting: Setting) -> str:
@@ -284,7 +303,9 @@ class StepTimes:
         if missing:
             raise ValueError(f"{path} holds no times of steps, as it has no {', '.join(missing)}")
         if not content["seconds"].get(ORIGINAL):
-            raise ValueError(f"{path} has no times of Original ({ORIGINAL}), which others are relative to")
+            raise ValueError(
+                f"{path} has no times of plain attention ({ORIGINAL}), which others are relative to"
+            )
         setting = {name: content[name] for name in SHARED} | {
             n: content.get(n, was) for n, was in LATER.items()
         }
@@ -294,7 +315,7 @@ class StepTimes:
         return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
 
     def ratio(self, method: str, original: str) -> str:
-        """``1.03 [1.02, 1.04]``: time relative to Original of the same round, with a 95 % interval."""
+        """``1.03 [1.02, 1.04]``: time relative to plain attention in the same round, with a 95 % interval."""
         pairs = zip(self.seconds.get(method, []), self.seconds.get(original, []), strict=False)
         more = {number: seconds / plain - 1 for number, (seconds, plain) in enumerate(pairs)}
         gain = paired_gain(more, dict.fromkeys(more, 0.0), higher_is_better=False)
@@ -309,6 +330,7 @@ class StepTimes:
         plain = self.seconds[original]
         gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
         return (
-            f"Times of a training step are relative to Original's {1e3 * sum(plain) / len(plain):.2f} ms, "
-            f"alone on a quiet {gpu}, in turns, {len(plain)} rounds ([{self.file}]({self.file}))."
+            f"Times of a training step are relative to plain attention's "
+            f"{1e3 * sum(plain) / len(plain):.2f} ms, alone on a quiet {gpu}, in turns, "
+            f"{len(plain)} rounds ([{self.file}]({self.file}))."
         )

@@ -26,6 +26,8 @@ from saobp.training.architectures import SIZES
 from saobp.training.recipes import PretrainRecipe, named_recipe
 
 ORIGINAL = "none"
+PLAIN = "Plain attention"
+"""Its title here; tables of the paper call it Original, as the paper does."""
 BLIMP = "blimp"
 """Subfolder of a run with the output of ``saobp evaluate --tasks blimp``."""
 GLUE = "glue"
@@ -92,13 +94,13 @@ class Setting:
         return f"{family}-{size}, length {length}, {tokens / 1e6:,.0f} M tokens{recipe}{seeds}"
 
     def compared_seeds(self) -> list[int]:
-        """Seeds with which Original and another method were trained; if there is none, all of Original's."""
+        """Seeds of plain attention and another method; if there is none, all of plain attention."""
         others = (losses for method, losses in self.losses.items() if method != ORIGINAL)
         original_seeds = self.losses[ORIGINAL].keys()
         return sorted(original_seeds & {seed for losses in others for seed in losses} or original_seeds)
 
     def gains(self) -> dict[str, Gain]:
-        """Paired differences from Original in per cent of perplexity, ascending; lower is better."""
+        """Paired differences from plain attention in per cent of perplexity, ascending; lower is better."""
         methods = [method for method in self.losses if method != ORIGINAL and ORIGINAL in self.losses]
         pairs = {method: self.gain_over(method, ORIGINAL) for method in methods}
         known_gains = {method: gain for method, gain in pairs.items() if gain is not None}
@@ -159,6 +161,7 @@ def _own_rate(recipe: Mapping[str, Any]) -> str:
 def title_of(method: str) -> str:
     """Title of a method in tables; combined parts are joined by plus signs."""
     titles = {entry.refinement or entry.regularizer or ORIGINAL: entry.title for entry in METHODS.values()}
+    titles[ORIGINAL] = PLAIN
     text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
     parts = titles.get(text) or " + ".join(
         _title_of_part(part, titles).removesuffix(" per head") for part in text.split("+")

@@ -1,4 +1,4 @@
-"""Methods against Original trained for more steps: is a gain worth the time that its steps take?"""
+"""Methods against plain attention trained for more steps: is a gain worth the time that its steps take?"""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from saobp.lab.result_page import format_percent, format_verdict
 from saobp.lab.statistics import as_percent, paired_gain
 
 MOST_STEPS = 1.2
-"""Original with at most so many times the steps is compared; beyond that it is another budget."""
-HEADERS = ("method", "less Original with", "difference [95 % interval]", "lower in", "verdict")
+"""Plain attention with at most so many times the steps is compared; beyond that it is another budget."""
+HEADERS = ("method", "plain attention has", "difference from it [95 % interval]", "lower in", "verdict")
 
 
 def equal_time_rows(setting: Setting, settings: Iterable[Setting]) -> Iterable[list[str]]:
-    """Rows of HEADERS: paired differences from Original of the same recipe but for its number of steps.
+    """Rows of HEADERS: differences from plain attention of the same recipe but for its number of steps.
 
-    Of each number of steps Original with the usual steps comes first.
+    Of each number of steps plain attention with the usual steps comes first.
     """
     steps = setting.recipe["steps"]
     longer = [one for one in settings if _is_longer(one, setting)]

@@ -266,7 +266,7 @@ EXPERIMENTS = {
             "arena",
             "arena",
             "Which way of attention is better?",
-            "Every rival against Original on the recipe modern, encoder and strict decoder.",
+            "Every other method against plain attention on the recipe modern, encoder and strict decoder.",
             modernbert=RIVALS,
             llama=CAUSAL_RIVALS,
             seeds=8,

@@ -65,10 +65,9 @@ def forest(settings: Sequence[Setting]) -> Figure:
         axis.grid(axis="x", lw=0.4, alpha=0.5)
         axis.spines[["top", "right", "left"]].set_visible(False)
     figure.supxlabel(
-        "difference of held-out perplexity, %, from plain attention (beside another: from that other alone); "
-        "left is better\n"
+        "difference of held-out perplexity, %, from plain attention (A added to B: from B); left is better\n"
         "point: mean, bar: 95 % interval (arrow: it goes on), ticks: pairs of runs with the same seed; "
-        "grey: the interval holds zero, or pairs are too few\n"
+        "grey: the interval includes zero, or pairs are too few\n"
         "numbers: mean [95 % interval], pairs in which perplexity is lower",
         fontsize=8.5,
     )
@@ -76,15 +75,15 @@ def forest(settings: Sequence[Setting]) -> Figure:
 
 
 def _rows(setting: Setting) -> list[Row]:
-    """Each method against Original, and each combination against itself without its first part."""
+    """Each method against plain attention, and each combination against itself without its first part."""
     rows = []
     for method, gain in setting.gains().items():
         rows.append(Row(title_of(method), gain, list(setting.differences(method).values())))
         first, _, rest = method.partition("+")
-        beside = setting.gain_over(method, rest) if rest in setting.losses else None
-        if beside is not None:
-            label = f"{title_of(first)} beside {title_of(rest)}"
-            rows.append(Row(label, beside, list(setting.differences(method, rest).values())))
+        added = setting.gain_over(method, rest) if rest in setting.losses else None
+        if added is not None:
+            label = f"{title_of(first)} added to {title_of(rest)}"
+            rows.append(Row(label, added, list(setting.differences(method, rest).values())))
     return sorted(rows, key=lambda row: (row.gain.verdict not in COLOURS, row.gain.difference))
 
 

@@ -37,7 +37,7 @@ HEADERS = (
 PAPER_COLUMNS = (2, 4, 5)
 """Columns dropped where the paper has no numbers."""
 PARTIAL = (
-    "\\* Only a part of the training rows, or stand-ins for the validation rows, is available. "
+    "\\* Only a part of the training examples, or stand-ins for those of validation, is available. "
     "Methods compare with each other there; the paper's scores are of another training set and "
     "are left out."
 )

@@ -43,11 +43,12 @@ difference, where sizes compare.
 pairs or more includes zero.
 
 Every verdict holds for its page's setting only: mini, small and medium are the recipe `fast`; mini-paper \
-and its like are the settings that the paper prints, with batch size and row length (32 x 128 tokens unless \
-named), which it does not print, as assumed here. Texts, token budget and fine-tuning values are ours, and * \
-marks tasks of which only a part of the rows is available ([how to rerun](../docs/reproduce.md)). Pages that \
-share runs repeat a claim: accuracy on the gtd pages is race-middle on those of tasks. There are \
-many claims: about one interval in twenty excludes zero by chance alone."""
+and its like are the settings that the paper prints, with batch size and sequence length (32 x 128 tokens \
+unless named), which it does not print, as assumed here. Texts, token budget and fine-tuning values are \
+ours, and * marks tasks of which only a part of the examples is available ([how to \
+rerun](../docs/reproduce.md)). Pages that share runs repeat a claim: accuracy on the gtd pages is \
+race-middle on those of tasks. There are many claims: about one interval in twenty excludes zero by chance \
+alone."""
 SMOKE = "**Pages of the smoke scale only show that the code runs. They say nothing about any method.**"
 SECTIONS: dict[Status, str] = {
     "reproduces": "What reproduces",

@@ -1,4 +1,4 @@
-"""Which recipe is best for Original: its losses by recipe and seed, for each model and budget."""
+"""Which recipe is best for plain attention: its losses by recipe and seed, for each model and budget."""
 
 from __future__ import annotations
 

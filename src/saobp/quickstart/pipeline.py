@@ -243,8 +243,8 @@ def write_page(
         f"A ModernBERT of {result.parameters:,} parameters, trained twice from the same start on the same "
         f"tokens in the same order ({result.steps:,} steps, {result.tokens:,} tokens of "
         f"{texts.characters:,} characters of Python's own documentation), once plain and once with its "
-        "attention refined all along. Means over heads, on held-out rows. One seed and a minute of training: "
-        "a look at the instruments, not evidence for or against the method.",
+        "attention refined all along. Means over heads, on held-out sequences. One seed and a minute of "
+        "training: a look at the instruments, not evidence for or against the method.",
     )
     title = TITLE.format(refinement)
     return write_report(list(runs.values()), out, title=title, tables=[table], sample=sentence)

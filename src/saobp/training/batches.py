@@ -50,8 +50,8 @@ class BatchShard:
         parts = processes * recipe.accumulation
         if recipe.batch_size % parts:
             raise ValueError(
-                f"a batch of {recipe.batch_size} rows cannot be shared evenly by {processes} processes in "
-                f"{recipe.accumulation} parts each: choose a batch size that {parts} divides"
+                f"a batch of {recipe.batch_size} sequences cannot be shared evenly by {processes} processes "
+                f"in {recipe.accumulation} parts each: choose a batch size that {parts} divides"
             )
         self.recipe, self.process, self.processes, self.device = recipe, process, processes, device
         self.rows = recipe.batch_size // parts

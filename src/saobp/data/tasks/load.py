@@ -97,7 +97,7 @@ def load_task(name: str | TaskSpec, data_dir: str | Path | None = None, *, limit
     stand_in = spec.stand_ins.get(Path(validation.source).stem)
     notes = [note for note in (train.note, validation.note, stand_in, overlap) if note]
     if limit is not None and limit < max(train.rows, validation.rows):
-        notes.append(f"only {limit} rows of each split are used")
+        notes.append(f"only {limit} examples of each split are used")
     return Task(spec, train.sample(limit), validation.sample(limit), tuple(notes))
 
 

@@ -21,7 +21,7 @@ def many_seeds(results: Results, page: Page) -> None:
         return
     page.text(
         "One model of each method, of one seed of pretraining, fine-tuned with several seeds: they decide "
-        "on the new head, the order of rows and dropout. Scores are of the last epoch, in percent."
+        "on the new head, the order of examples and dropout. Scores are of the last epoch, in percent."
     )
     names = {task: f"{task}{' *' if results.is_partial(task) else ''}" for task in tasks}
     gaps = {names[task]: _gap(values, task, results.plan.scale.size) for task, values in tasks.items()}
@@ -30,10 +30,10 @@ def many_seeds(results: Results, page: Page) -> None:
         page.figure(
             "gaps",
             gaps_beside_chance(known_gaps),
-            "High less Original after fine-tuning, in points. Grey: where the difference of two runs of one "
+            "High minus Original after fine-tuning, in points. Grey: where the difference of two runs of one "
             "and the same model lies in 95 % of cases, by the seed of fine-tuning alone. Dots: our pairs of "
             "one seed; bar: their mean with its 95 % interval. Cross: the difference that the paper reports, "
-            "from one run each. * marks tasks of which a part of the training rows is available.",
+            "from one run each. * marks tasks of which a part of the training examples is available.",
         )
         page.table(
             (

@@ -170,7 +170,9 @@ def arena(results: Results, page: Page) -> None:
     settings = [setting for setting in settings_of(results.records()) if setting.gains()]
     if not settings:
         return
-    page.figure("forest", forest(settings), "Paired differences from Original with their 95 % intervals.")
+    page.figure(
+        "forest", forest(settings), "Paired differences from plain attention with their 95 % intervals."
+    )
     for setting in settings:
         page.text(f"## {setting.title}")
         page.table(HEADERS, list(rows(setting)))

@@ -226,10 +226,10 @@ def gtd_correlation(results: Results, page: Page) -> None:
     page.text(
         "Pearson correlation of GTD, within layers and across layers, with a score over checkpoints: "
         "evaluations during pretraining for perplexity, epochs of fine-tuning for the tasks. Perplexity is "
-        "on held-out rows of the pretraining texts, not on WikiText, because models are not kept at every "
-        "evaluation. Points of one run follow each other in time, so p is too small: whatever rises while a "
-        "model learns correlates. A run has as many points for a task as epochs, three; the paper took 10 to "
-        "20. Claims are decided over seeds, by the r within each run."
+        "on held-out sequences of the pretraining texts, not on WikiText, because models are not kept at "
+        "every evaluation. Points of one run follow each other in time, so p is too small: whatever rises "
+        "while a model learns correlates. A run has as many points for a task as epochs, three; the paper "
+        "took 10 to 20. Claims are decided over seeds, by the r within each run."
     )
     paper = {row["gtd"]: row for row in paper_table("gtd_correlation")}
     columns = {"perplexity": "wikitext_ppl", "sst2": "sst2_acc", "hellaswag": "hellaswag_acc",

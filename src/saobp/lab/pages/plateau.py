@@ -29,11 +29,11 @@ def plateau(results: Results, page: Page) -> None:
     level = math.exp(PLATEAU_END)
     page.text(
         "Every run first learns what needs no word order: word frequencies, and which words occur in the "
-        "same row ([what counting gives](without-order.md), a perplexity of 427 ± 10). A run counts as "
+        "same sequence ([what counting gives](without-order.md), a perplexity of 427 ± 10). A run counts as "
         "having left this plateau, which is taken to mean that attention uses word order, from its first "
         f"evaluation with a held-out loss below {PLATEAU_END} (perplexity {level:.0f}) on. Rate, warm-up, "
-        "schedule and steps are the paper's; its batch size and the length of its rows are not printed, and "
-        "its texts are not available: Wikipedia, books and reviews stand in."
+        "schedule and steps are the paper's; its batch size and the length of its sequences are not printed, "
+        "and its texts are not available: Wikipedia, books and reviews stand in."
     )
     page.figure(
         "plateau",
@@ -52,7 +52,7 @@ def plateau(results: Results, page: Page) -> None:
         page.figure(
             "differences",
             apart,
-            "Perplexity less Original's of the same seed in per cent, a line per pair, broken where "
+            "Perplexity minus Original's of the same seed in per cent, a line per pair, broken where "
             "evaluations are missing. Larger differences, while one run of a pair has left the plateau and "
             "the other has not, are beyond the scale.",
         )

@@ -29,7 +29,7 @@ from saobp.storage.model_folders import check_file, check_tokenizer, intact_fold
 from saobp.transformers.apply import override_refinement
 from saobp.transformers.load_errors import clear_load_errors
 
-EXAMPLE = "planted example"
+EXAMPLE = "synthetic example"
 EXAMPLE_TEXT = (
     "Each head of this model attends by position. The first attends to all alike, the second to itself, "
     "the third to the first token, the fourth one token back; the fifth sends each third to the next."
@@ -121,7 +121,7 @@ PLANTED = ("uniform", "diagonal", "first token", "previous token", "two-hop poin
 
 
 def example_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model with planted heads and a tokenizer that splits words at spaces."""
+    """The model with synthetic heads and a tokenizer that splits words at spaces."""
     vocabulary = {"[PAD]": 0, "[UNK]": 1}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -236,7 +236,7 @@ def notes_of(model: PreTrainedModel, splits: dict[str, Split], limit: int | None
     """Caveats that go with the numbers."""
     notes = [f"{name}: {split.note}" for name, split in splits.items() if split.note]
     if limit is not None:
-        notes.append(f"only {limit} rows or documents are used")
+        notes.append(f"only {limit} examples or documents are used")
     written = getattr(model.config, "saobp", None)
     if written and written.get("future") == "paper":
         notes.append(
