@@ -87,7 +87,7 @@ def test_an_adapter_of_a_refined_model_warns_on_a_plain_one(refinement, tmp_path
         plain = peft.PeftModel.from_pretrained(tiny_model("bert"), tmp_path)
     assert (logits(plain, batch) - expected).abs().max() > 1e-3
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)  # PEFT may be behind Transformers
         again = peft.PeftModel.from_pretrained(saobp.apply(tiny_model("bert"), refinement), tmp_path)
     torch.testing.assert_close(logits(again, batch), expected)
 

@@ -213,6 +213,7 @@ def test_a_decoding_step_is_exported(family, refinement):
         with torch.no_grad():
             expected = part(**copy.deepcopy(inputs)).logits
         program = DynamoExporter().export(part, inputs, DynamoConfig())  # takes flags out of the inputs
+        program = getattr(program, "program", program)  # Transformers 5.23 wraps it
         found = program.module()(**{name: given[name] for name in inputs}).logits
         torch.testing.assert_close(found, expected, **ROUNDING)
 

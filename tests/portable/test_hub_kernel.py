@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from transformers import (
     BigBirdPegasusConfig,
     BigBirdPegasusForCausalLM,
 )
+from transformers.utils import is_kernels_available
 
 import saobp
 from saobp.portable.hub_function import layer_refinement, saobp_attention
@@ -28,8 +28,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "build_hub_kernel.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REPOSITORY = "owner/saobp-attention"
 IMPLEMENTATION = f"{REPOSITORY}:saobp_attention"
-HAS_LIBRARY = "kernels" in packages_distributions()  # a folder of tests has this name too
-needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the kernels library is not installed")
+HAS_LIBRARY = is_kernels_available()
+needs_library = pytest.mark.skipif(
+    not HAS_LIBRARY, reason="Transformers finds no kernels library that fits it"
+)
 
 
 @pytest.fixture(scope="module")

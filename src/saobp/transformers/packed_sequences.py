@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -25,22 +26,44 @@ from saobp.refinement import Refinement
 
 _AND_MASKS = and_masks(causal_mask_function).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_WITHOUT_DISTANCES = (causal_mask_function, bidirectional_mask_function)
+"""Mask functions that are the same in positions of a row and of a sequence in it."""
+# From Transformers 5.23 on, other mask functions get positions within each sequence.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = None if _remap is None else _remap(causal_mask_function, torch.zeros(1, 1)).__code__
 
 
 def packed_sequences(mask_function: Callable) -> Tensor | None:
-    """Sequence numbers ``[batch, length]`` of a mask function that is just causal and packed.
+    """Sequence numbers ``[batch, length]`` of a mask function that is just causal or not, and packed.
 
-    Transformers builds it from two closures; if they differ, or in a compiled call, returns None, and the
+    Transformers builds it from closures; if they differ, or in a compiled call, returns None, and the
     mask is built as for any other mask function.
     """
-    if torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND_MASKS:
+    if torch.compiler.is_compiling():
         return None
-    first, *others = mask_function.__closure__[0].cell_contents  # type: ignore[index]
-    known = first in (causal_mask_function, bidirectional_mask_function)
-    if not known or len(others) != 1 or getattr(others[0], "__code__", None) is not _PACKED:
+    others = [part for part in _conjuncts(mask_function) if part not in _WITHOUT_DISTANCES]
+    if len(others) != 1 or getattr(others[0], "__code__", None) is not _PACKED:
         return None
-    sequences = others[0].__closure__[0].cell_contents
+    sequences = _captured(others[0])["packed_sequence_mask"]
     return None if is_tracing(sequences) else sequences
+
+
+def _conjuncts(mask_function: Callable) -> list[Callable]:
+    """The mask functions of which all have to hold."""
+    code = getattr(mask_function, "__code__", None)
+    if code is _AND_MASKS:
+        parts = _captured(mask_function)["mask_functions"]
+        return [conjunct for part in parts for conjunct in _conjuncts(part)]
+    if code is not None and code is _REMAPPED:
+        inner = _captured(mask_function)["mask_function"]
+        return [inner if inner in _WITHOUT_DISTANCES else mask_function]
+    return [mask_function]
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """Variables of a closure, by name."""
+    values = (cell.cell_contents for cell in function.__closure__)
+    return dict(zip(function.__code__.co_freevars, values, strict=True))
 
 
 def are_sequences(mask: object) -> TypeGuard[Tensor]:
