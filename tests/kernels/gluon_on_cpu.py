@@ -38,6 +38,13 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
+def access(name: str, *given: Any, mask: Any = None, **named: Any) -> Any:
+    """A load or store. A mask may come from a Python bool, which the interpreter takes as int32."""
+    if isinstance(mask, tl.tensor):
+        mask = tl.tensor(TensorHandle(mask.handle.data.astype(bool), tl.int1), mask.type)
+    return getattr(tl, name)(*given, mask=mask, **named)
+
+
 def number(value: Any) -> int:
     return int(value.handle.data.item()) if isinstance(value, tl.tensor) else int(plain(value))
 
@@ -148,10 +155,12 @@ class Hopper:
             **{name: getattr(gluon_language, name) for name in dir(gluon_language)}
         )
         for name in (
-            "max", "min", "sum", "where", "minimum", "maximum", "exp2", "log2", "load",
-            "store", "program_id", "num_programs", "permute",
+            "max", "min", "sum", "where", "minimum", "maximum", "exp2", "log2",
+            "program_id", "num_programs", "permute",
         ):  # fmt: skip
             setattr(self.gl, name, lambda *given, name=name, **named: getattr(tl, name)(*given, **named))
+        for name in ("load", "store"):
+            setattr(self.gl, name, lambda *given, name=name, **named: access(name, *given, **named))
         self.gl.num_warps = lambda: warps
         self.gl.to_tensor = lambda value: tl.full(
             [], value, tl.float32 if isinstance(value, float) else tl.int32

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ def pretend_gpu(capability: int = HOPPER) -> list[Launched]:
             return kind
 
     driver.set_active(Driver())
+    torch.cuda.device = nullcontext  # type: ignore[assignment,misc]  # states are on the CPU, which it refuses
     _check_reductions()
     return launched
 

@@ -68,6 +68,7 @@ class Driver:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "LAUNCHES_DIRECTLY", True)
     monkeypatch.setattr(launcher, "driver", driver)
     return driver
 

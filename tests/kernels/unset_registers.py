@@ -14,7 +14,7 @@ import tempfile
 LABEL = re.compile(r"(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 UNIFORM = re.compile(r"(gdesc\[|\w*desc\[)?\bUR(\d+)\b(\.64)?")
-WRITES_UNIFORM = re.compile(r"U[A-Z]|R2UR|S2UR|VOTEU|REDUX|LDCU")
+WRITES_UNIFORM = re.compile(r"U[A-Z]|R2UR|S2UR|VOTEU|REDUX|LDCU|ELECT")
 
 
 def disassembled(binary: bytes) -> str:

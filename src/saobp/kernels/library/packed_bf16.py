@@ -313,6 +313,7 @@ def messages_and_ratios(a, slope):
         messages = tl.log2(left)
         return messages.to(tl.float16), messages, a / left
     else:
-        kinds: tl.constexpr = (tl.float16, tl.float32, tl.float32)
         operands = [a, tl.broadcast_to(-slope, a.shape)]
-        return tl.inline_asm_elementwise(_RATIOS, _RATIO_REGISTERS, operands, kinds, True, 4)
+        return tl.inline_asm_elementwise(
+            _RATIOS, _RATIO_REGISTERS, operands, (tl.float16, tl.float32, tl.float32), True, 4
+        )
