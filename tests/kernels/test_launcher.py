@@ -80,7 +80,8 @@ def test_the_first_launch_goes_through_triton_and_the_next_to_its_binary(machine
     kernel, x, y = Kernel(), torch.zeros(4), torch.zeros(4)
     launch = launcher.KernelLaunch(kernel, 3, NUMBERS, x.device)
     launch(x, y)
-    assert kernel.calls == [((3,), (x, y, 5, 16), {"num_warps": 4, "maxnreg": None})]
+    options = {"enable_fp_fusion": True, "num_warps": 4, "maxnreg": None}
+    assert kernel.calls == [((3,), (x, y, 5, 16), options)]
     assert not kernel.binary.launches
     launch(x, y)
     machine.stream = 8
@@ -175,7 +176,7 @@ def test_a_series_goes_through_triton_and_then_to_its_binaries(machine: Driver) 
     launches = series(kernel)
     launches(x, buffer)
     (_, first, options), (_, second, _) = kernel.calls
-    assert options == {"num_warps": 4, "maxnreg": None}
+    assert options == {"enable_fp_fusion": True, "num_warps": 4, "maxnreg": None}
     assert first[0] is x
     assert first[1].dtype == second[1].dtype == torch.float16
     assert (second[0].dtype, second[0].shape) == (torch.float32, (2, 2))
