@@ -6,8 +6,9 @@
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
 for each run. A setting is chosen by the rules there once all runs of its tuning have ended; processes that
 have nothing to make wait for it. A second call continues after a kill, and a run that an error of CUDA has
-ended goes on once from its last checkpoint: another process on the GPU may have caused it. TOKENS holds the
-stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
+ended goes on once from its last checkpoint: another process on the GPU may have caused it. A full disk, or a
+folder in which a run cannot go on, stops a process and counts against no run. TOKENS holds the stores of
+BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
 On another machine or day ``--made results/arena/runs.json`` counts the runs recorded there as made, as does a
 pack unpacked in an empty OUT.
 ``saobp arena`` writes the page, with the options that the plan names.
@@ -42,13 +43,13 @@ from arena_plan import (
 from filelock import BaseFileLock
 
 from saobp.lab.arena_records import saved_records
-from saobp.runs.folder import RunFolder
+from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN
 from saobp.runs.worker_processes import JOBS_VARIABLE, WATCH_VARIABLE, end_with_parent
 from saobp.storage.atomic import unfinished, write_atomically
 from saobp.storage.json_files import append_line, keep_lines_up_to, read_object
-from saobp.storage.locks import try_lock
+from saobp.storage.locks import exclusive, try_lock
 
 LOCK = "lock"
 LEAST_SHARE = 0.4
@@ -57,6 +58,8 @@ LOST, FAILED = "lost", "failed"
 """In a claim: an error of CUDA has ended the run once; it has failed for good."""
 OF_CUDA = ("CUDA", "cuDNN")
 """In messages of PyTorch and Triton: errors of the GPU and of its memory, which others share."""
+NO_ROOM = "No space left on device"
+"""In messages of a compiler whose cache is on a full disk."""
 BLIMP_ITEMS = "blimp.csv"
 """Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
@@ -117,25 +120,27 @@ class Queue:
 
     def claim(self) -> Run | None:
         """The next run that nobody has and that will be done in time."""
-        planned = self.planned()
-        running = sum(self.is_running(run) for run in planned)
-        if time.time() + self.least_seconds(running) > self.ends:
+        with exclusive(self.out / "claims"):  # to see whether a run is made, others lock it for a moment
+            planned = self.planned()
+            running = sum(self.is_running(run) for run in planned)
+            if time.time() + self.least_seconds(running) > self.ends:
+                return None
+            for run in planned:
+                if self.is_done(run):
+                    continue
+                self.claim_of(run).mkdir(parents=True, exist_ok=True)
+                lock = try_lock(self.claim_of(run) / LOCK)
+                if lock is not None and not self.is_done(run):  # nobody has ended it meanwhile
+                    self.held[run.name] = lock
+                    return run
             return None
-        for run in planned:
-            if self.is_done(run):
-                continue
-            self.claim_of(run).mkdir(parents=True, exist_ok=True)
-            lock = try_lock(self.claim_of(run) / LOCK)
-            if lock is not None and not self.is_done(run):  # nobody has ended it meanwhile
-                self.held[run.name] = lock
-                return run
-        return None
 
     def is_empty(self) -> bool:
         """Whether nothing is left to start."""
-        return is_tuned(self.tuned()) and all(
-            self.is_done(run) or self.is_running(run) for run in self.planned()
-        )
+        with exclusive(self.out / "claims"):
+            return is_tuned(self.tuned()) and all(
+                self.is_done(run) or self.is_running(run) for run in self.planned()
+            )
 
     def least_seconds(self, running: int = 0) -> float:
         """Seconds of one more run if no other follows: faster than typical where fewer share the GPU."""
@@ -157,6 +162,8 @@ def main() -> None:
         end_with_parent()
     ends = float(os.environ.get("ARENA_ENDS", time.time() + given.seconds))
     try:
+        if given.jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, not {given.jobs}")
         if given.pack is not None:
             pack(given.out, given.pack)
             return
@@ -186,7 +193,8 @@ def main() -> None:
             for number in range(given.jobs)
         ]
         codes = [worker.wait() for worker in workers]  # below zero where a signal ended one
-        sys.exit(int(any(codes)))
+    failed = [f"worker-{number}.log" for number, code in enumerate(codes) if code]
+    sys.exit(f"ended early, see {given.out / 'log.txt'} and {', '.join(failed)}" if failed else 0)
 
 
 def check(queue: Queue, tokens: str, made: Path | None) -> None:
@@ -270,10 +278,13 @@ def work(queue: Queue, tokens: str) -> None:
             note(queue.out, f"done {run.name}, loss {loss:.4f}, {queue.typical:.0f} s")
         except Exception as problem:
             traceback.print_exc()
+            if isinstance(problem, OSError | RunError) or NO_ROOM in str(problem):
+                note(queue.out, f"stopped at {run.name}: {problem!r}"[:300])
+                sys.exit("mend that, then call again: the run goes on")  # it would be the next run's end too
             by_cuda = isinstance(problem, RuntimeError) and any(word in str(problem) for word in OF_CUDA)
             is_first = not (queue.claim_of(run) / LOST).exists()
             outcome = LOST if by_cuda and is_first else FAILED
-            (queue.claim_of(run) / outcome).write_text(repr(problem)[:500])
+            write_atomically(queue.claim_of(run) / outcome, repr(problem)[:500])
             note(queue.out, f"{outcome} {run.name}: {problem!r}"[:300])
         note_choice(queue, run)
         if by_cuda:  # which stays with the process, and with it the lock

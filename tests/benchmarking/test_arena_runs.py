@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from saobp.cli import app
 from saobp.lab.arena_records import method_of, settings_of
 from saobp.refinement import Refinement
+from saobp.runs.folder import RunError
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_training import prose, small_recipe
 
@@ -248,6 +250,53 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
     assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        RunError("the model could not be written to one/model, because the disk is full"),
+        OSError(28, "No space left on device", "metrics.jsonl"),
+        RuntimeError("InductorError: OSError: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_stops_a_process_and_its_run_is_made_later(
+    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> float:
+        raise problem
+
+    monkeypatch.setattr(runs, "has_gpu", lambda _: True)
+    monkeypatch.setattr(runs, "train", full)
+    queue = runs.Queue(tmp_path, LATER)
+    with pytest.raises(SystemExit, match="call again"):
+        runs.work(queue, "tokens")
+    first, second, *_ = plan.setting_runs()
+    assert list(queue.held) == [first.name]
+    assert f"stopped at {first.name}: " in (tmp_path / "log.txt").read_text()
+    queue.held.clear()  # as its process has ended
+    assert [queue.claim(), queue.claim()] == [first, second]
+
+
+def test_looking_whether_a_run_is_made_hides_it_from_no_other_process(tmp_path: Path) -> None:
+    queue, looked = runs.Queue(tmp_path, LATER), threading.Event()
+    first = queue.claim()
+    queue.held.clear()  # killed
+
+    class Slow(runs.Queue):  # type: ignore[misc, name-defined]
+        def is_running(self, run: Any) -> bool:
+            lock = runs.try_lock(self.claim_of(run) / runs.LOCK) if run == first else None
+            if lock is not None:
+                looked.set()
+                time.sleep(0.2)
+                lock.release()
+            return False
+
+    looking = threading.Thread(target=Slow(tmp_path, 0.0).claim)
+    looking.start()
+    assert looked.wait(10)
+    assert queue.claim() == first
+    looking.join()
+
+
 def test_records_from_elsewhere_count_as_runs_that_are_made(tmp_path: Path) -> None:
     queue, (first, second, *_) = runs.Queue(tmp_path, LATER), plan.setting_runs()
     finish(queue, first, 3.1)  # unpacked, without the claim
@@ -297,6 +346,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *options: object) -> object:
         (["--made", "others.json"], "was trained on other texts than those in tokens"),
         (["--pack", "nowhere/pack.tar.xz"], "nowhere/"),
         ([], "name the folder of token stores by --tokens"),
+        (["--jobs", "0"], "--jobs must be at least 1, not 0"),
     ],
 )
 def test_a_wrong_path_is_refused_in_a_sentence_before_anything_starts(
@@ -344,7 +394,8 @@ def test_workers_are_tied_to_their_parent_and_a_killed_one_is_told(
     )
     monkeypatch.setattr(runs, "__file__", str(script))
     monkeypatch.setattr(runs, "check", lambda *_: None)
-    assert call(monkeypatch, "--tokens", "tokens", "--out", tmp_path / "out", "--jobs", 1) == 1
+    ended = call(monkeypatch, "--tokens", "tokens", "--out", tmp_path / "out", "--jobs", 1)
+    assert ended == f"ended early, see {tmp_path / 'out' / 'log.txt'} and worker-0.log"
     assert (tmp_path / "out" / "worker-0.log").read_text() == "1 True\n"
 
 
