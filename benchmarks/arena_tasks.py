@@ -57,21 +57,23 @@ def run(
     workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 1,
     only: Annotated[str, typer.Option(help="Pattern of the runs' names.")] = "*",
     tasks: Annotated[str, typer.Option(help="Measures joined by commas.")] = ",".join(MEASURES),
-    limit: Annotated[int | None, typer.Option(help="Most rows of a task, to try it.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Most rows of a task, to try it: results are in OUT/trial.", min=1)
+    ] = None,
 ) -> None:
     """Measure what is not measured yet of every run that has a model."""
     chosen = tasks.split(",")
     if unknown := set(chosen) - set(MEASURES):
         raise typer.BadParameter(f"{unknown.pop()!r} is not one of {', '.join(MEASURES)}")
-    names = open_measurements(out / "runs", only, chosen)
+    names = open_measurements(out / "runs", only, chosen, limit)
     print(f"{len(names)} measurements", flush=True)
     if names:
         run_workers(__file__, out / "tasks", [str(out / "runs"), str(data_dir), limit, names], workers)
-    left = [name for name in names if not place(out / "runs", name).joinpath(RESULT).exists()]
+    left = [name for name in names if not place(out / "runs", name, limit).joinpath(RESULT).exists()]
     print(f"{len(names) - len(left)} done; not done: {', '.join(left) or 'none'}")
 
 
-def open_measurements(runs: Path, only: str, tasks: list[str]) -> list[str]:
+def open_measurements(runs: Path, only: str, tasks: list[str], limit: int | None = None) -> list[str]:
     """``TASK.RUN`` for all that has no result: a seed after the other, and the longest of a seed first."""
     found = [RunFolder(path) for path in run_folders(runs) if fnmatch(path.name, only)]
     ready = [run for run in found if run.is_finished and run.model.is_dir()]
@@ -83,7 +85,7 @@ def open_measurements(runs: Path, only: str, tasks: list[str]) -> list[str]:
         if task in tasks
         for run in own
     ]
-    return [name for name in names if not place(runs, name).joinpath(RESULT).exists()]
+    return [name for name in names if not place(runs, name, limit).joinpath(RESULT).exists()]
 
 
 def seed_of(run: RunFolder) -> int:
@@ -91,10 +93,11 @@ def seed_of(run: RunFolder) -> int:
     return int(run.recipe["seed"])
 
 
-def place(runs: Path, name: str) -> Path:
-    """Folder of a measurement's result."""
+def place(runs: Path, name: str, limit: int | None = None) -> Path:
+    """Folder of a measurement's result: in that of its run, or apart if it is of a few rows alone."""
     task, _, run = name.partition(".")
-    return runs / run / (BLIMP if task == BLIMP else f"{GLUE}/{task}")
+    own = runs if limit is None else runs.with_name("trial") / f"{limit}-rows"
+    return own / run / (BLIMP if task == BLIMP else f"{GLUE}/{task}")
 
 
 @app.command(hidden=True)
@@ -122,7 +125,7 @@ def measure(runs: Path, name: str, data_dir: str, limit: int | None = None) -> N
     from saobp.training.finetune import finetune, recipe_for
 
     task, _, run = name.partition(".")
-    folder, made = place(runs, name), RunFolder(runs / run)
+    folder, made = place(runs, name, limit), RunFolder(runs / run)
     if task == BLIMP:
         evaluate(made.model, [BLIMP], data_dir=data_dir, folder=folder, limit=limit)
         return

@@ -52,6 +52,18 @@ def test_one_seed_after_the_other_and_nothing_twice(tmp_path: Path) -> None:
     assert tasks.open_measurements(tmp_path, "*-12", ["blimp", "mnli", "rte"]) == ["mnli.a-12", "rte.a-12"]
 
 
+def test_a_trial_with_few_rows_does_not_count_as_the_measurement(tmp_path: Path) -> None:
+    empty_run(tmp_path / "runs", "a-11", 11)
+    (name,) = tasks.open_measurements(tmp_path / "runs", "*", ["rte"], 4)
+    trial = tasks.place(tmp_path / "runs", name, 4)
+    trial.mkdir(parents=True)
+    (trial / "result.json").write_text("{}")
+    assert not tasks.open_measurements(tmp_path / "runs", "*", ["rte"], 4)
+    assert tasks.open_measurements(tmp_path / "runs", "*", ["rte"], 8) == [name]
+    assert tasks.open_measurements(tmp_path / "runs", "*", ["rte"]) == [name]
+    assert not list((tmp_path / "runs").rglob("glue"))
+
+
 def test_the_steps_are_those_that_were_fixed() -> None:
     assert set(GLUE_TASKS) == set(GLUE) - {"wnli"}
     files = {"mnli": 29_340, "qqp": 22_256, "qnli": 12_259}
@@ -115,7 +127,7 @@ def test_a_failed_measurement_keeps_no_other_from_its_turn(
     (runs / "none-11" / "model" / "model.safetensors").write_bytes(b"damaged")
     tasks.work(pretrained, given)
     assert "Traceback" in capsys.readouterr().err
-    kept = [tasks.place(runs, name).joinpath("result.json").exists() for name in names]
+    kept = [tasks.place(runs, name, 4).joinpath("result.json").exists() for name in names]
     assert kept == [False, False, True]
 
     started: list[list[str]] = []

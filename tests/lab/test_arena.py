@@ -410,6 +410,27 @@ def test_a_run_that_was_made_again_does_not_replace_the_recorded_one(tmp_path: P
         write_arena([tmp_path / "second"], tmp_path)
     write_arena([tmp_path / "first"], tmp_path)  # the same run is no other
     assert records.read_text() == before
+    with pytest.raises(ValueError, match="an earlier folder has another run named modernbert-none-42"):
+        write_arena([tmp_path / "first", tmp_path / "second"], tmp_path / "other")
+
+
+def test_scores_that_came_in_pieces_are_joined(tmp_path: Path) -> None:
+    for piece, measure, score in (
+        ("one", "blimp", {"blimp": {"accuracy": 60.0}}),
+        ("two", "glue/rte", {"last": {"mean": 55.0}}),
+        ("three", "glue/cola", {"last": {"mean": 10.0}}),
+        ("four", "none", {}),
+    ):
+        for method, loss in (("none", 3.0), ("gate", 2.99)):
+            made_up_run(tmp_path / piece, "modernbert", method, 42, loss)
+            folder = tmp_path / piece / f"modernbert-{method}-42" / measure
+            folder.mkdir(parents=True)
+            (folder / "result.json").write_text(json.dumps(score))
+    for pieces in (["one"], ["two", "three"], ["four"]):
+        records = write_arena([tmp_path / piece for piece in pieces], tmp_path)[1]
+    for record in json.loads(records.read_text()):
+        assert record["blimp"] == {"accuracy": 60.0}
+        assert record["glue"] == {"rte": 55.0, "cola": 10.0}
 
 
 def test_blimp_beside_the_runs_is_compared_in_pairs(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from saobp.lab.arena_records import (
     combinations,
     has_loss,
     in_fields,
+    joined,
     recorded,
     saved_records,
     settings_of,
@@ -89,14 +90,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int
     """
     records_file = out / "arena" / "runs.json"
     before = saved_records(records_file) if records_file.exists() else {}
-    new = recorded(folders)
-    for name, record in new.items():
-        if name in before and before[name].get("started") != record.get("started"):
-            raise ValueError(
-                f"{records_file} has another run named {name}, of {before[name].get('started')}: rename the "
-                "folder of the new one, or leave it out"
-            )
-    records = {**before, **new}
+    records = joined(before, recorded(folders), records_file)
     settings = settings_of(records.values(), fresh)
     paired = [setting for setting in settings if setting.gains()]
     if not paired:

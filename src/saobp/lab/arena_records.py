@@ -176,23 +176,45 @@ def _title_of_part(part: str, titles: Mapping[str, str]) -> str:
 
 def recorded(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """The records of finished pretraining runs, by the names of their folders."""
-    records = {}
+    records: dict[str, dict[str, Any]] = {}
     for folder in folders:
+        found = {}
         for path in run_folders(folder):
             run = RunFolder(path)
             if run.is_finished and run.recipe.get("kind") == "pretrain":
                 record = {"run": path.name, "kind": "pretrain", **run.record}
-                records[path.name] = checked({**record, "recipe": run.recipe, "result": run.result}, path)
+                found[path.name] = checked({**record, "recipe": run.recipe, "result": run.result}, path)
                 if (path / BLIMP / RESULT).exists():
-                    records[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
+                    found[path.name][BLIMP] = read_object(path / BLIMP / RESULT)[BLIMP]
                 result_files = {task: path / GLUE / task / RESULT for task in GLUE_TASKS}
                 if any(result_file.exists() for result_file in result_files.values()):
-                    records[path.name][GLUE] = {
+                    found[path.name][GLUE] = {
                         task: read_object(result_file)["last"]["mean"]
                         for task, result_file in result_files.items()
                         if result_file.exists()
                     }
+        records = joined(records, found, "an earlier folder")
     return records
+
+
+def joined(
+    before: Mapping[str, dict[str, Any]], later: Mapping[str, dict[str, Any]], source: object
+) -> dict[str, dict[str, Any]]:
+    """Earlier and later records; of a run that is in both, the scores of both.
+
+    Raises if a name stands for two runs; source: where the earlier records are.
+    """
+    both = dict(before)
+    for name, record in later.items():
+        old = before.get(name, record)
+        if any(old.get(time) != record.get(time) for time in ("started", "finished")):
+            raise ValueError(
+                f"{source} has another run named {name}, of {old.get('started')}: rename the folder of the "
+                "new one, or leave it out"
+            )
+        glue = {**old.get(GLUE, {}), **record.get(GLUE, {})}
+        both[name] = {**old, **record, **({GLUE: glue} if glue else {})}
+    return both
 
 
 def saved_records(file: Path) -> dict[str, dict[str, Any]]:
