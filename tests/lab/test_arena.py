@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena import SHARED, write_arena
-from saobp.lab.arena_records import GLUE_TASKS, combinations, method_of, recorded, settings_of, title_of
+from saobp.lab.arena_records import (
+    GLUE_TASKS,
+    FreshSeeds,
+    combinations,
+    method_of,
+    recorded,
+    settings_of,
+    title_of,
+)
 from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.forest import forest
@@ -178,7 +186,9 @@ def test_fresh_seeds_are_compared_apart_and_come_first(tmp_path: Path) -> None:
     options = ["arena", str(tmp_path / "runs"), "--out", str(tmp_path), "--fresh"]
     assert CliRunner().invoke(app, [*options, "6,7,8,9,10"]).exit_code == 0
     page = (tmp_path / "arena" / "README.md").read_text()
-    settings = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()), [range(6, 11)])
+    settings = settings_of(
+        json.loads((tmp_path / "arena" / "runs.json").read_text()), [FreshSeeds(range(6, 11))]
+    )
     (axis,) = forest(settings).axes  # of the fresh seeds alone
     numbers, title = (text.get_text() for text in axis.texts)
     assert numbers == "-1.0 % [-1.0, -1.0], 5 of 5"
@@ -209,9 +219,15 @@ def test_fewer_than_five_fresh_pairs_decide_nothing(tmp_path: Path) -> None:
     for seed, effect in {6: -0.01, 7: -0.02, 8: -0.01, 9: -0.02, 10: -0.01}.items():
         for method, loss in (("none", 3.0), ("gate", 3.0 + effect)):
             made_up_run(tmp_path / "runs", "modernbert", method, seed, loss)
-    for seeds, verdict in (((6, 7, 8, 9), "undecided"), ((6, 7, 8, 9, 10), "gain")):
-        fresh, *_ = settings_of(recorded([tmp_path / "runs"]).values(), [seeds])
+    for seeds, verdict in (
+        *(("6,7,8,9", "undecided"), ("6,7,8,9,10", "gain")),
+        *(("6,7,8,9,10,11:6", "undecided"), ("6,7,8,9,10:5", "gain"), ("6,7,8,9:4", "undecided")),
+    ):
+        fresh, *_ = settings_of(recorded([tmp_path / "runs"]).values(), [FreshSeeds.of(seeds)])
         assert fresh.gains()["gate"].verdict == verdict
+    page = write_arena([tmp_path / "runs"], tmp_path, [FreshSeeds.of("6,7,8,9,10,11:6")])[0].read_text()
+    assert "Verdicts are given once there are 6 pairs." in page
+    assert "| undecided (5 pairs) |" in page
 
 
 def test_small_models_come_first_and_titles_name_seeds_with_pairs(tmp_path: Path) -> None:
@@ -220,7 +236,7 @@ def test_small_models_come_first_and_titles_name_seeds_with_pairs(tmp_path: Path
             for method in ("none", "sink"):
                 made_up_run(tmp_path / size, "modernbert", method, seed, 3.0 + seed / 100, size=size)
         made_up_run(tmp_path / size, "modernbert", "none", 23, 3.0, size=size)
-    write_arena([tmp_path / "small", tmp_path / "mini"], tmp_path, [[11, 21, 22, 23]])
+    write_arena([tmp_path / "small", tmp_path / "mini"], tmp_path, [FreshSeeds([11, 21, 22, 23])])
     page = (tmp_path / "arena" / "README.md").read_text()
     titles = [part.splitlines()[0] for part in page.split("\n## ")[1:3]]
     assert titles == [
@@ -238,7 +254,7 @@ def test_titles_name_corpora_and_the_setting_with_most_runs_comes_first(tmp_path
             for method, loss in (("none", 3.0), ("sink", 2.99 + seed / 1e4)):
                 made_up_run(tmp_path / corpus, "modernbert", method, seed, loss, corpus=corpus)
     records = [record for folder in tmp_path.iterdir() for record in recorded([folder]).values()]
-    settings = settings_of(records, [range(11, 17), (31, 32, 33, 34, 36)])
+    settings = settings_of(records, [FreshSeeds(range(11, 17)), FreshSeeds((31, 32, 33, 34, 36))])
     base = "ModernBERT-mini, length 128, 262 M tokens"
     assert [setting.title for setting in settings] == [
         f"{base}, 2 corpora, fresh seeds 11 to 16",
@@ -296,7 +312,7 @@ def test_another_recipe_is_compared_apart_and_confirmed_seeds_come_first(tmp_pat
     assert "Which recipe is best for plain attention?" in page
     assert "again.json" not in page
     records = json.loads((tmp_path / "arena" / "runs.json").read_text())
-    plot = forest(settings_of(records, [(9,), (11, 12, 13, 14)]))
+    plot = forest(settings_of(records, [FreshSeeds((9,)), FreshSeeds((11, 12, 13, 14))]))
     assert len(plot.axes) == 2
     rows = [[label.get_text() for label in axis.get_yticklabels()] for axis in plot.axes]
     assert rows == [["Temperature per head", "Gated heads"], ["Learned sink", "Gated heads"]]
@@ -311,7 +327,7 @@ def test_the_forest_begins_with_what_is_decided_and_sets_parts_beside_each_other
             if method != "gate":
                 made_up_run(tmp_path / "other", "modernbert", method, seed, loss, **fixed)
     records = [*recorded([tmp_path / "runs"]).values(), *recorded([tmp_path / "other"]).values()]
-    plot = forest(settings_of(records, [range(11, 16)]))
+    plot = forest(settings_of(records, [FreshSeeds(range(11, 16))]))
     first, second = plot.axes
     assert [label.get_text() for label in first.get_yticklabels()] == [
         "High, learned strengths added to Gated heads",

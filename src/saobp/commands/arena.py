@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,8 @@ def arena(
     fresh: Annotated[
         list[str] | None,
         typer.Option(
-            help="Seeds that confirm a choice made on others, compared apart: 6,7,8. May be repeated."
+            help="Seeds that confirm a choice made on others, compared apart: 6,7,8. After a colon the pairs "
+            "that a verdict needs, if more than five: 51,52,53,54,55,56:6. May be repeated."
         ),
     ] = None,
 ) -> None:
@@ -27,11 +27,9 @@ def arena(
         if absent:
             raise ValueError(f"there is no folder {absent[0]}")
         from saobp.lab.arena import write_arena
+        from saobp.lab.arena_records import FreshSeeds
 
-        for seeds in fresh or ():
-            if not re.fullmatch(r"\d+(,\d+)*", seeds):
-                raise ValueError(f"--fresh takes seeds with commas between them, as in 6,7,8, not {seeds!r}")
-        written = write_arena(runs, out, [[int(seed) for seed in one.split(",")] for one in fresh or ()])
+        written = write_arena(runs, out, [FreshSeeds.of(seeds) for seeds in fresh or ()])
     except (ValueError, OSError) as problem:
         fail(problem)
     for path in written:

@@ -22,6 +22,7 @@ from saobp.lab.arena_records import (
     GLUE,
     GLUE_TASKS,
     ORIGINAL,
+    FreshSeeds,
     Setting,
     combinations,
     has_loss,
@@ -81,7 +82,7 @@ COMPARED = 11
 """Methods compared with each other: the lowest, on fresh seeds if there are any. Round seven has so many."""
 
 
-def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[Sequence[int]] = ()) -> list[Path]:
+def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[FreshSeeds] = ()) -> list[Path]:
     """``arena/README.md`` and ``arena/runs.json`` in a results folder, and ``forest.svg`` and ``.png``.
 
     Times of steps come from ``arena/time*.json``, one for each recipe that was timed; ``arena/notes.md`` is
@@ -131,13 +132,15 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
     confirmed = any(setting.fresh for setting in paired)
     for setting in paired:
         yield f"## {setting.title}"
+        if setting.fresh and setting.least_pairs > CONFIRMING_PAIRS:
+            yield f"Verdicts are given once there are {setting.least_pairs} pairs."
         measured = next((step_times for step_times in times if step_times.fits(setting.recipe)), None)
         yield markdown_table(
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
         if measured is not None:
             yield measured.describe(ORIGINAL)
-        if len(setting.gains()) > 1 and setting.fresh == confirmed:
+        if len(setting.gains()) > 1 and bool(setting.fresh) == confirmed:
             yield _against_each_other(setting)
         combined = list(_together(setting))
         if combined:

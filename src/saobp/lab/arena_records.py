@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from saobp.lab.methods import METHODS
 from saobp.lab.statistics import LEAST_PAIRS, Gain, as_percent, paired_gain, spread
@@ -37,7 +37,8 @@ GLUE_TASKS = ("mnli", "qqp", "sst2", "cola", "qnli", "stsb", "mrpc", "rte")
 NEEDED = ("run", "kind", "command", "commit", "seed", "data", "environment", "recipe", "result")
 """Fields of a record without which nobody could tell what was run."""
 CONFIRMING_PAIRS = 5
-"""Pairs of fresh seeds without which there is no verdict; elsewhere ``LEAST_PAIRS`` do."""
+"""Pairs of fresh seeds without which there is no verdict, if their group says nothing else; elsewhere
+``LEAST_PAIRS`` do."""
 FREE = (
     "refinement",
     "regularizer",
@@ -52,17 +53,35 @@ FREE = (
 """Recipe fields that may differ between runs of one setting: method, seed, logging and checkpoints."""
 
 
+class FreshSeeds(NamedTuple):
+    """Seeds that confirm a choice made on others, and pairs of them without which there is no verdict."""
+
+    seeds: Sequence[int]
+    least_pairs: int = CONFIRMING_PAIRS
+
+    @classmethod
+    def of(cls, text: str) -> FreshSeeds:
+        """From ``6,7,8,9,10``, or ``6,7,8,9,10,11:6`` for verdicts from six pairs on."""
+        if not re.fullmatch(r"\d+(,\d+)*(:\d+)?", text):
+            raise ValueError(
+                "--fresh takes seeds with commas between them, as in 6,7,8, and after a colon the pairs that "
+                f"a verdict needs, if more than {CONFIRMING_PAIRS}, not {text!r}"
+            )
+        seeds, _, pairs = text.partition(":")
+        return cls([int(seed) for seed in seeds.split(",")], max(CONFIRMING_PAIRS, int(pairs or 0)))
+
+
 @dataclass
 class Setting:
     """Runs that differ in method and seed alone: losses and results by method, scores by measure and method.
 
-    fresh: whether its seeds confirm a choice that was made on others
+    fresh: the seeds that confirm a choice made on others, if it has such
     data:  checksums of its texts
     distinct: recipe fields in which other compared settings of the same model and budget differ
     """
 
     recipe: dict[str, Any]
-    fresh: bool = False
+    fresh: FreshSeeds | None = None
     data: Any = None
     distinct: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -76,7 +95,7 @@ class Setting:
     @property
     def least_pairs(self) -> int:
         """Pairs without which there is no verdict."""
-        return CONFIRMING_PAIRS if self.fresh else LEAST_PAIRS
+        return self.fresh.least_pairs if self.fresh else LEAST_PAIRS
 
     @property
     def budget(self) -> tuple[str, str, int, int]:
@@ -250,19 +269,19 @@ def scores_of(record: Mapping[str, Any]) -> dict[str, float]:
     return scores
 
 
-def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[Sequence[int]] = ()) -> list[Setting]:
+def settings_of(records: Iterable[Mapping[str, Any]], fresh: Sequence[FreshSeeds] = ()) -> list[Setting]:
     """Runs grouped by setting: encoders and small models first, then verdicts, fresh seeds, large groups.
 
-    A repeated seed counts once, a run without a finite loss not at all. Each sequence of ``fresh`` seeds
-    makes groups of its own: a choice made on others is confirmed on them alone.
+    A repeated seed counts once, a run without a finite loss not at all. Each entry of ``fresh`` makes
+    groups of its own: a choice made on others is confirmed on them alone.
     """
     by_key: dict[str, Setting] = {}
     for record in records:
         recipe, result = record["recipe"], record["result"]
         shared = {name: value for name, value in {**recipe, **_absent(recipe)}.items() if name not in FREE}
-        turn = next((number for number, seeds in enumerate(fresh, 1) if recipe["seed"] in seeds), 0)
-        key = json.dumps([shared, record.get("data"), turn], sort_keys=True)
-        setting = by_key.setdefault(key, Setting(shared, turn > 0, record.get("data")))
+        group = next((one for one in fresh if recipe["seed"] in one.seeds), None)
+        key = json.dumps([shared, record.get("data"), group and list(group.seeds)], sort_keys=True)
+        setting = by_key.setdefault(key, Setting(shared, group, record.get("data")))
         method = method_of(recipe)
         if has_loss(record):
             setting.losses.setdefault(method, {})[recipe["seed"]] = result["eval_loss"]
