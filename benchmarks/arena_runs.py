@@ -9,7 +9,8 @@ have nothing to make wait for it. A second call continues after a kill, and a ru
 ended goes on once from its last checkpoint: another process on the GPU may have caused it. TOKENS holds the
 stores of BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
 On another machine or day ``--made results/arena/runs.json`` counts the runs recorded there as made, as does a
-pack unpacked in an empty OUT.
+pack unpacked in an empty OUT. Runs at equal time are made only with ``--times FILE``, which
+``time_of_methods.py`` has written on this GPU at the chosen setting.
 ``saobp arena`` writes the page, with the options that the plan names.
 """
 
@@ -30,10 +31,12 @@ from types import MappingProxyType
 from typing import Any
 
 from arena_plan import (
+    AT_EQUAL_TIME,
     Losses,
     Run,
     chosen_rate,
     chosen_setting,
+    fits,
     is_tuned,
     planned_runs,
     setting_runs,
@@ -41,6 +44,7 @@ from arena_plan import (
 )
 from filelock import BaseFileLock
 
+from saobp.lab.arena import StepTimes
 from saobp.lab.arena_records import saved_records
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
@@ -69,6 +73,7 @@ class Queue:
     ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
     made: held-out losses of runs made elsewhere, by name
+    times: of steps, for runs at equal time
     """
 
     def __init__(
@@ -79,13 +84,15 @@ class Queue:
         *,
         jobs: int = 1,
         made: Mapping[str, float | None] = MappingProxyType({}),
+        times: StepTimes | None = None,
     ) -> None:
         self.out, self.ends, self.typical, self.jobs, self.made = out, ends, typical, jobs, made
+        self.times = times
         self.held: dict[str, BaseFileLock] = {}
 
     def planned(self) -> list[Run]:
         """All runs in order; those at a chosen setting only once it is chosen."""
-        return list(planned_runs(self.tuned()))
+        return list(planned_runs(self.tuned(), self.times))
 
     def tuned(self) -> Losses:
         """What has ended of the runs on which choices depend."""
@@ -147,6 +154,7 @@ def main() -> None:
     parser.add_argument("--tokens", help="folder of token stores")
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
     parser.add_argument("--made", type=Path, help="records of runs made elsewhere: results/arena/runs.json")
+    parser.add_argument("--times", type=Path, help="times of steps, for runs at equal time")
     parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
@@ -163,7 +171,8 @@ def main() -> None:
         if given.tokens is None:
             raise ValueError("name the folder of token stores by --tokens")
         made = {} if given.made is None else recorded_losses(given.made)
-        queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made)
+        times = None if given.times is None else StepTimes.read(given.times)
+        queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made, times=times)
         if not given.worker:
             check(queue, given.tokens, given.made)
     except (ValueError, OSError) as problem:
@@ -209,6 +218,20 @@ def check(queue: Queue, tokens: str, made: Path | None) -> None:
         record = records.get(run.name) or RunFolder(queue.folder(run)).record
         if record and record.get("data") != data:
             raise ValueError(f"{run.name} was trained on other texts than those in {tokens}: its data differ")
+    if queue.times is not None:
+        check_times(queue.times, chosen_setting(queue.tuned()))
+
+
+def check_times(times: StepTimes, setting: str | None) -> None:
+    """Raise a ValueError if times lack a form, or are not of the setting, where one is chosen."""
+    missing = [form for form in AT_EQUAL_TIME if not times.seconds.get(form)]
+    if missing:
+        raise ValueError(f"{times.file} has no times of {', '.join(missing)}: measure them too")
+    if setting is not None and not fits(times, setting):
+        raise ValueError(
+            f"{times.file} has times of another recipe than the chosen setting, {setting}: measure them "
+            "again, by time_of_methods.py with the --rows and --set of that setting"
+        )
 
 
 def has_gpu(is_needed: bool) -> bool:
