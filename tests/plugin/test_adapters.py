@@ -101,6 +101,19 @@ def test_strengths_that_come_after_the_adapter_are_not_saved_with_it(recwarn):
         saobp.apply(base, "high:learned")
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_an_adapter_of_a_plain_model_on_a_refined_one_leaves_its_strengths(trainable, tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=TARGETS["bert"])
+    train(peft.get_peft_model(tiny_model("bert"), config)).save_pretrained(tmp_path)
+    base = saobp.apply(tiny_model("bert"), "high:learned")
+    for parameter in strength_parameters(base):
+        torch.nn.init.constant_(parameter, 0.7)
+    with pytest.warns(UserWarning, match="adapter holds no learned strengths"):
+        model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=trainable)
+    assert all((own() == 0.7).all() for _, own in named_refinements(model))
+    assert torch.isfinite(logits(model, tiny_batch())).all()
+
+
 def test_an_adapter_of_a_plain_model_is_left_alone():
     config = peft.LoraConfig(r=2, target_modules=TARGETS["bert"])
     peft.get_peft_model(tiny_model("bert"), config)

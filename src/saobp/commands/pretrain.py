@@ -69,6 +69,9 @@ def pretrain(
             raise ValueError("name a folder for the run by --out")
         import_user_code(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
+        from saobp.training.pretrain import check_refinement
+
+        check_refinement(resolved)
         if dry_run:
             stdout_console().print_json(json.dumps(resolved.to_dict()))
             return
