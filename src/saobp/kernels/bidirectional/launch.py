@@ -17,10 +17,10 @@ from saobp.kernels.call_spec import (
     CallTensors,
     blocks,
     ceil_div,
+    kernel_tensors,
     layout,
     named_strides,
     next_power_of_2,
-    pointers,
     resources,
     strides,
 )
@@ -270,7 +270,7 @@ def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Te
     saved = query.new_empty(saved_slices(spec)[1], dtype=torch.uint8)
     cache_key = ("sums", spec, *layout(tensors))
     plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_sums,))
-    plan.launches(*pointers(tensors), query, saved)
+    plan.launches(*kernel_tensors(tensors), query, saved)
     return saved
 
 
@@ -282,7 +282,7 @@ def run_output(
     cache_key = ("output", spec, *layout(tensors))
     plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_output,))
     out = query.new_empty_strided(spec.states_shape, spec.states_strides)
-    plan.launches(*pointers(tensors), out, saved)
+    plan.launches(*kernel_tensors(tensors), out, saved)
     return out
 
 
@@ -295,5 +295,5 @@ def run_value_gradient(
     plan = cached(_plans, ("value gradient", spec, *layout(tensors)), make, spec, tensors, grad, grad)
     dv = query.new_empty_strided(spec.states_shape, spec.gradient_strides)
     scratch = query.new_empty(plan.scratch or 0, dtype=torch.uint8)
-    plan.launches(*pointers(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
+    plan.launches(*kernel_tensors(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
     return dv

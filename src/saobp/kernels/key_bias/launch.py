@@ -28,7 +28,7 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, kernels_
 from saobp.kernels.runtime.two_streams import second_half_offsets
 
 ANY_RANGE = torch.bfloat16
-"""Type whose range is that of float32, so that weights need not be relative to a maximum."""
+"""Type with the range of float32, so that no maximum of a row has to be subtracted."""
 SENDERS_ONLY = ("row_sums", "column_messages", "sender_query_gradient", "sender_key_gradient")
 """Sweeps that take the sending rows alone."""
 BY_ROWS = ("row_sums", "biased_output", "sender_query_gradient", "query_gradient")
@@ -44,6 +44,7 @@ def sweep_block(spec: CallSpec, sweep: str) -> Block:
 
 @lru_cache(maxsize=4096)
 def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
+    """Not tuned on a GPU."""
     if dtype == torch.float32:
         return Block(32, 32, warps=4, stages=1)
     if dim > 128:

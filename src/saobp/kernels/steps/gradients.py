@@ -21,11 +21,11 @@ from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.backward import d_belief_before, step_gradients, store_gamma_gradient
 from saobp.kernels.steps.entries import (
     any_careful,
+    block_count,
+    first_block_of,
     head_messages,
     load_key_parts,
     load_steps,
-    own_block,
-    own_blocks,
     row_messages,
     run_steps,
 )
@@ -49,7 +49,7 @@ def step_query_gradient(
 
     LEARNS: also the rows' parts of d gamma_0; with damping, of d gamma of every step.
     """
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * ROWS >= tokens:
         return
@@ -61,7 +61,7 @@ def step_query_gradient(
             return
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     FAST: tl.constexpr = SHARED and PRECISE == 1 and not CAREFUL
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, ROWS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, ROWS, CAREFUL)):
         block = first_block + turn
         rows = block * ROWS + tl.arange(0, ROWS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -158,7 +158,7 @@ def step_key_gradient(
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * KEYS >= tokens:
         return
@@ -168,7 +168,7 @@ def step_key_gradient(
         )
         if careful != (1 if CAREFUL else 0):
             return
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, KEYS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, KEYS, CAREFUL)):
         block = first_block + turn
         keys = block * KEYS + tl.arange(0, KEYS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

@@ -24,8 +24,9 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_
 from saobp.kernels.steps import backward, forward, gradients
 
 CAREFUL_PROGRAMS = 512
-"""Programs of a CAREFUL sweep, about, but at least one for each head. With learned strengths each sweep has one, which mostly finds nothing to do; a program
-that begins and ends takes about a microsecond, and two or three fit on a multiprocessor."""
+"""Programs of a CAREFUL sweep, about, but at least one for each head. With learned strengths every sweep is launched so too, and
+mostly finds nothing to do; a program that only begins and ends takes about a microsecond, and two or three fit on a
+multiprocessor."""
 
 
 STEP_BLOCKS = {
@@ -40,7 +41,7 @@ STEP_BLOCKS = {
 
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile of a sweep; that of every sweep of a single step where registers are scarce."""
+    """Tile of a sweep. Where registers are scarce it is that of a single step, which is then the same for every sweep."""
     if spec.dtype == torch.float32 or int(spec.dim) > 64:
         return sweep_block(spec, "row_sums")
     return STEP_BLOCKS[sweep]
