@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients for long bidirectional sequences: three sweeps, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dP - D), dP = dO V^T, and u = a / (1 - gamma a):

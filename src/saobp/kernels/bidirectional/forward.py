@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Long bidirectional sequences: the third sweep, after the two of ``sums``.
 
 ``refined_output``: refined rows times values; ``careful_output`` recomputes rows that underflowed. Tiles of 128 rows

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What the backward sweeps share: D, dO over the rows' normalisers, and recomputed weights of a tile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Short bidirectional sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.

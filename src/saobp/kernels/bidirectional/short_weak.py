@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Short bidirectional sequences with weak known strengths: a head's map in half precision in one program's registers.
 
 Scores are computed once, a part of the rows at a time, and rounded immediately: to float16 for messages, which go to

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Long bidirectional sequences: row and key sums that output and gradients need, in memory linear in length.
 
 1. ``row_sums``: log-sum-exp of every row's scores.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of strict causal attention: three sweeps, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dP - D), dP = dO V^T, u = a / (1 - gamma a) (0 for padding rows)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Strict causal attention: tile ranges of a block of keys or rows, and offsets of their sums."""
 
 from __future__ import annotations

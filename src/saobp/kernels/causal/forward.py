@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Strict causal attention: a row receives messages of earlier rows, with a key bias (RECEIVES 2) its own too.
 
 Three sweeps over tiles on or below the diagonal:
@@ -6,9 +7,8 @@ Three sweeps over tiles on or below the diagonal:
 2. ``earlier_messages`` (over keys, from the first row down): ``past[block, key]``, the log-message sums of the rows before each
    block of rows. Rows come in spans of bounded length, so that ``past`` is linear in the sequence; ``message_sums[key]``
    carries the sum from one span to the next and is complete after the last.
-3. ``causal_output`` (over rows): refined rows times values. To ``past`` a product with a triangular matrix of ones, which has
-   its diagonal if RECEIVES is 2, adds the messages of earlier rows of the same tile. Listing factors, whose rows exchange no
-   messages, take sweeps 1 and 3 only.
+3. ``causal_output`` (over rows): refined rows times values. To ``past`` a product with a triangle of ones, which has its diagonal
+   if RECEIVES is 2, adds messages of earlier rows of the same tile. Listing factors (RECEIVES 0) take sweeps 1 and 3 only.
 """
 
 from __future__ import annotations

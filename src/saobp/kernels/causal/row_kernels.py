@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Small kernels before the strict causal backward sweeps, over vectors with a number per row or key of every head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of short strict causal attention in one launch; notation of ``backward.py``.
 
 The whole map is recomputed in registers, later rows first, since earlier ones need sums over them. D, those sums and E

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Short strict causal sequences: a program holds the map of one head, in one launch.
 
 Of 128 rows the first 64 see half of the keys only, so rows come in two parts of 64: each sees the keys of its own part, on the

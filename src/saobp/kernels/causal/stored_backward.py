@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of strict causal attention, any strength, half types: gradients of scores are stored, not computed three times.
 
 In the notation of ``backward.py``, with d = dT + gamma H, which is dS but for -a t:

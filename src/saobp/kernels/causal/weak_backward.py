@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of strict causal attention of known, weak repulsion: ``backward.py`` in bfloat16.
 
 In the same notation, with dO over the rows' normalisers (``scaled_gradients``) and d = dT + gamma H = dT - gamma u g:

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Strict causal attention of known, weak repulsion (0 < gamma <= 0.21): sweeps 2 and 3 of ``forward.py`` in bfloat16.
 
 Tiles are ``[keys, rows]``, so that messages, the first operand of products, stay in registers. No message raises a

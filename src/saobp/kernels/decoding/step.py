@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One new row of strict causal attention against cached keys, values and messages: two launches.
 
 With c_k the sum of log messages about key k before the row, its refined row is softmax(s + c), and the row's own prior

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of ElemMul: sweeps over keys, rows and keys again, no atomics.
 
 With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the weights of the two attentions O = P G and G = B V of ``forward.py``:

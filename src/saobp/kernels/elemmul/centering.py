@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What ElemMul subtracts before it rounds: means of heads, and of each key the geometric mean of its weights.
 
 In a nearly uniform head the scores' gradient depends only on differences of weights, which are little larger than

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Bidirectional ElemMul without forming A A^T: attention applied twice, in memory linear in length.
 
 Row i of the normalised A A^T reaches the values through the keys. With n_k = sum_j A_jk over real rows j,

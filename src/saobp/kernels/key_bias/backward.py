@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Key bias from a part of the rows, gradients: two sweeps over all rows and two over the sending ones, no atomics.
 
 With P the refined rows, D = rowsum(dO * O), dT = P * (dP - D), dP = dO V^T, and for a sending row u = a / (1 - gamma a) and

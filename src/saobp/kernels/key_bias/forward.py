@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Key bias from a part of the rows, forward: the third sweep, after the two of ``bidirectional.sums``.
 
 softmax(s + c) is plain attention with a bias per key, so the output needs no log-sum-exp of the prior, and the first two

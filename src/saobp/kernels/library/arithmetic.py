@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device functions shared by the kernels: messages, loads, dropout.
 
 Everything is in base-2 logarithms, because the hardware's exponential is 2^x.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Offsets of a program's work: its block, head and sequence, the head's states and its per-row vectors."""
 
 from __future__ import annotations

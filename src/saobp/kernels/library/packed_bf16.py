@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Arithmetic in half types, a packed pair of numbers to an instruction, and messages in blocks of assembly.
 
 A tile's weights are rounded to bfloat16 anyway before the tensor cores multiply them by values. For weak strengths, rounding

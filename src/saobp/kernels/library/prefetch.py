@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Prefetch of states into the L2 cache: kernels for short sequences are bound by memory latency."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rows that send messages, if not all do: every STRIDE-th real row of a sequence, the first included.
 
 Without a padding mask those are the tokens 0, STRIDE, 2 STRIDE, ...; with one, ``find_senders`` lists them. Vectors of one

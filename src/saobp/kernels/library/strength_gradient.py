@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The last step of a backward pass: the gradient of a head's strength from that of gamma, which kernels give per row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Masked attention, gradients: the formulas of ``bidirectional.backward`` in the log domain, without atomics.
 
 1. ``row_products``: D = rowsum(dO * O), with the rounding error of O (``rest``) added back: in a collapsed row dO V^T - D cancels.

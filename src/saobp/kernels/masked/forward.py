@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Masked attention, forward: three sweeps over the tiles of which an entry may be seen, with weights as logarithms.
 
 1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Masked tiles: which entries of a tile are seen, which tiles a block needs, and the weights of a tile.
 
 An entry is *seen* if the row may attend to the key: inside the window, allowed by the mask, and the key is a node of the

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: gradients. Beliefs are recomputed in every tile; sums over rows or keys are stored, one vector each.
 
 With G_T = dO V^T, the gradient of the last beliefs, and back from t = T - 1 to 0 (notation as in ``entries``):

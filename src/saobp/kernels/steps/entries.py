@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The beliefs of one entry of the map, step by step, from its prior and vectors of its row and its key.
 
 Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t the weight of its messages:

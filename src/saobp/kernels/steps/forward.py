@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: sweeps forward. Each step after the first adds ``step_rows`` and ``step_messages``, without values.
 
 After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:

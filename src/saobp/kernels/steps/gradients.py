@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: dQ and dK, once the vectors of every step are known (see ``backward``)."""
 
 from __future__ import annotations

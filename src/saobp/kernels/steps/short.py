@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps on short sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 The formulas and names of ``entries`` and ``backward``, in the log domain; sums over rows and keys are taken from the map.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Two undamped steps of any strength: what sweeps need of an entry, with few instructions (notation as in ``entries``).
 
     x = m_0 = 1 - gamma_0 a        y = m_0 m_1 = x - slope weight_0 a        slope = gamma_1 norm_0
