@@ -34,12 +34,12 @@ def row_products(
     # Sweeps of half types multiply 64 rows at once; in float32 any number has the same order of summation.
     PART: tl.constexpr = 16 if grad_ptr.dtype.element_ty == tl.float32 or BLOCK_DIM > 128 else 64
     places = tl.arange(0, PART)
-    own = places[:, None] == places[None, :]
+    diagonal = places[:, None] == places[None, :]
     for start in tl.range(block * ROWS, tl.minimum((block + 1) * ROWS, tokens), PART):
         grad = load_rows(g_base, start, tokens, g_row, PART, DIM, BLOCK_DIM, True)
         out = load_rows(o_base, start, tokens, o_row, PART, DIM, BLOCK_DIM, True)
         products = tl.dot(grad, tl.trans(out), input_precision="ieee")
-        delta = tl.sum(tl.where(own, products, 0.0), 1)
+        delta = tl.sum(tl.where(diagonal, products, 0.0), 1)
         tl.store(delta_base + start + places, delta, mask=start + places < tokens)
 
 

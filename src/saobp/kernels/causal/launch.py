@@ -229,9 +229,9 @@ class Sweeps(NamedTuple):
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """Arguments common to the sweeps, among them those by which kernels find heads or blocks of rows that may have underflowed."""
-    own, choice = spec.states_strides, choose(spec)
+    out_strides, choice = spec.states_strides, choose(spec)
     return {
-        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own),
+        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", out_strides),
         **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "low_plane": spec.low_plane, "sums_plane": sums_plane(spec), "scale": spec.scale,

@@ -105,10 +105,10 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(tensors.query.device, BACKWARD_NAMES, slices)
     numbers = _numbers(spec, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
-    own = {
+    sizes = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
     }  # fmt: skip
-    launches.add(row_products, spec.batch * spec.heads * ceil_div(spec.length, 64), numbers | own)
+    launches.add(row_products, spec.batch * spec.heads * ceil_div(spec.length, 64), numbers | sizes)
     for sweep in (
         backward.key_value_gradient,
         backward.sender_query_gradient,

@@ -122,12 +122,12 @@ def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> Lau
     if call.mask_shape is not None:
         for name, outer, inner in (("spans", 2, 3), ("key_spans", 3, 2)):
             steps = _broadcast_strides(mask)
-            own = {
+            sizes = {
                 "m_outer": steps[outer], "m_inner": steps[inner], "mask_heads": call.mask_shape[1],
                 "span_blocks": call.span_blocks, "SIZE": tiles.SPAN_BLOCK, "STEP": SPAN_STEP,
             }  # fmt: skip
             count = call.span_blocks * call.mask_shape[0] * call.mask_shape[1]
-            launches.add(tiles.mask_spans, count, numbers | own, spans=name)
+            launches.add(tiles.mask_spans, count, numbers | sizes, spans=name)
     sweeps = [forward.masked_row_sums, forward.masked_column_messages, forward.masked_output]
     if not call.spec.receives:
         del sweeps[1]
@@ -156,16 +156,16 @@ def plan_backward(
     )
     launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved()[0] | scratch)
     numbers = _numbers(call, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
-    own = {
+    sizes = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
     }  # fmt: skip
-    launches.add(backward.row_products, call.programs(64), numbers | own)
+    launches.add(backward.row_products, call.programs(64), numbers | sizes)
     _add_sweep(launches, call, backward.masked_value_gradient, numbers, by_rows=False)
     _add_sweep(launches, call, backward.masked_query_gradient, numbers, by_rows=True)
     learns = numbers | {"LEARNS": mask_learns}
     _add_sweep(launches, call, backward.masked_key_gradient, learns, by_rows=False)
-    own = {"batch": spec.batch, "SIZE": 4096, "num_warps": 16}
-    launches.add(strength_gradient, spec.heads, numbers | own)
+    sizes = {"batch": spec.batch, "SIZE": 4096, "num_warps": 16}
+    launches.add(strength_gradient, spec.heads, numbers | sizes)
     return BackwardPlan(launches, size)
 
 

@@ -117,8 +117,8 @@ def step_query_gradient(
                         d_belief, updated, inverses, deltas, sums_grads, damping, STEPS - 1 - back, RECEIVES, DAMPED
                     )  # fmt: skip
                     if LEARNS and DAMPED:
-                        own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
-                        strength_grad += tl.where(columns == STEPS - 1 - back, own[:, None], 0.0)
+                        gamma_parts = tl.sum(before[STEPS - 1 - back] * d_message, 1)
+                        strength_grad += tl.where(columns == STEPS - 1 - back, gamma_parts[:, None], 0.0)
                     d_scores += d_logits
                     d_belief = d_belief_before(
                         d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED
@@ -135,14 +135,25 @@ def step_query_gradient(
         store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
         if LEARNS and DAMPED:
             for step in tl.static_range(STEPS):
-                own = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
+                gamma_parts = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
                 store_gamma_gradient(
-                    strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, step, STEPS,
+                    strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, gamma_parts, step, STEPS,
                 )  # fmt: skip
         elif LEARNS:  # step_row_sums has stored those of later steps
-            own = tl.sum(first_grad, 1)
+            gamma_parts = tl.sum(first_grad, 1)
             store_gamma_gradient(
-                strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, 0, STEPS
+                strength_grad_ptr,
+                batch,
+                head,
+                first,
+                heads,
+                length,
+                rows,
+                rows_real,
+                tokens,
+                gamma_parts,
+                0,
+                STEPS,
             )
 
 
