@@ -250,9 +250,7 @@ def pack(out: Path, file: Path) -> None:
 
 def work(queue: Queue, tokens: str) -> None:
     """Train one claimed run after another in this process."""
-    import gc
-
-    import torch
+    from saobp.training.compiled_step import free_memory
 
     if not has_gpu(next(setting_runs()).recipe.compiled):
         sys.exit("torch sees the GPU no longer")  # else all runs would fail, one after the other
@@ -279,10 +277,7 @@ def work(queue: Queue, tokens: str) -> None:
         if by_cuda:  # which stays with the process, and with it the lock
             watched = {**os.environ, WATCH_VARIABLE: "1"}
             os.execve(sys.executable, [sys.executable, *sys.argv], watched)
-        gc.collect()
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     say("no run left that fits")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
 from pathlib import Path
@@ -220,14 +219,6 @@ def numbers_per_head(model: Any) -> dict[str, Any]:
 
 def peak_gib(device: str) -> float | None:
     return round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else None
-
-
-def forget_compiled() -> None:
-    """Free what a run has compiled and allocated; graphs of many runs would reach Dynamo's limit of a few."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _blocks(path: Path, device: str) -> Tensor:

@@ -211,8 +211,8 @@ class Results:
         """Names of the missing runs and measurements."""
         plan = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
         names = [model.name for model in plan.pretrain_runs() if not self.is_there(model)]
-        names += [t.name for t in plan.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
-        return names + [m.name for m in plan.measurements() if not m.file(self.runs).exists()]
+        later: list[FinetuneRun | Measurement] = [*plan.finetune_runs(), *plan.measurements()]
+        return names + [item.name for item in later if not item.is_done(self.runs)]
 
 
 def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[str, Any]]:
