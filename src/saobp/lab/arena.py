@@ -142,7 +142,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
         if measured is not None:
-            yield measured.describe(ORIGINAL)
+            yield measured.describe()
         if len(setting.gains()) > 1 and setting.fresh == confirmed:
             yield _against_each_other(setting)
         combined = list(_together(setting))
@@ -201,7 +201,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
         assert perplexities is not None
         mean_text = f"{perplexities.mean:.2f} ({perplexities.seeds})"
         more = results[0].get("parameters", plain) - plain
-        time = [] if times is None else [times.ratio(method, ORIGINAL)]
+        time = [] if times is None else [times.ratio(method)]
         if method == ORIGINAL:
             yield [title_of(method), mean_text, "", "", "", "", f"{plain:,}", *time]
         else:
@@ -233,9 +233,9 @@ def _against_each_other(setting: Setting) -> str:
 
 def _together(setting: Setting) -> Iterable[list[str]]:
     """Each method of a combination alone and with the other, on the seeds that all have."""
-    for first, second, both in combinations(setting.losses, ORIGINAL):
+    for first, second, both in combinations(setting.losses):
         for one, other in ((first, second), (second, first)):
-            gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
+            gains = two_by_two(setting.losses, (one, other, both))
             cells = ["" if gain is None else format_percent(as_percent(gain)) for gain in gains]
             yield [title_of(one), title_of(other), *cells]
 
@@ -314,20 +314,20 @@ class StepTimes:
     def fits(self, recipe: Mapping[str, Any]) -> bool:
         return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
 
-    def ratio(self, method: str, original: str) -> str:
+    def ratio(self, method: str) -> str:
         """``1.03 [1.02, 1.04]``: time relative to plain attention in the same round, with a 95 % interval."""
-        pairs = zip(self.seconds.get(method, []), self.seconds.get(original, []), strict=False)
+        pairs = zip(self.seconds.get(method, []), self.seconds.get(ORIGINAL, []), strict=False)
         more = {number: seconds / plain - 1 for number, (seconds, plain) in enumerate(pairs)}
         gain = paired_gain(more, dict.fromkeys(more, 0.0), higher_is_better=False)
-        if gain is None or method == original:
+        if gain is None or method == ORIGINAL:
             return ""
         interval = (
             "" if gain.low is None or gain.high is None else f" [{1 + gain.low:.2f}, {1 + gain.high:.2f}]"
         )
         return f"{1 + gain.difference:.2f}{interval}"
 
-    def describe(self, original: str) -> str:
-        plain = self.seconds[original]
+    def describe(self) -> str:
+        plain = self.seconds[ORIGINAL]
         gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
         return (
             f"Times of a training step are relative to plain attention's "

@@ -28,6 +28,8 @@ BUDGET = (
     "numbers compare only roughly; differences from Original are what compares. The paper's numbers "
     f"are of a single seed, so how far its own would vary is not known. {SPREAD}"
 )
+PLATEAU_END = 5.5
+"""Loss in nats that ends the plateau: below unigram entropy, far above final losses."""
 
 
 def mean_score(results: Results, model: PretrainRun, tasks: Sequence[str]) -> float | None:

@@ -10,6 +10,7 @@ from saobp.lab.figures import progress
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import (
     BUDGET,
+    PLATEAU_END,
     by_seed,
     claim_correlation,
     correlation_of,
@@ -33,16 +34,12 @@ REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
 """Rows of the paper's table of regularizers, by method."""
 
 
-PLATEAU = 5.5
-"""Loss in nats that ends the plateau: below unigram entropy, far above final losses."""
-
-
 def pretraining(results: Results, page: Page) -> None:
     page.text(BUDGET)
     values = results.values(results.perplexity)
     page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
-    waiting = results.values(lambda model: results.tokens_until(model, PLATEAU))
-    words = f"million tokens until the loss is below {PLATEAU:g}"
+    waiting = results.values(lambda model: results.tokens_until(model, PLATEAU_END))
+    words = f"million tokens until the loss is below {PLATEAU_END:g}"
     if has_any(waiting):
         page.text(
             "Every run first learns what needs no word order, and stays there for a while, at a perplexity "
@@ -56,7 +53,9 @@ def pretraining(results: Results, page: Page) -> None:
             if seed not in waiting.get(key, {})
         ]
         if never:
-            page.text(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
+            page.text(
+                f"Never below {PLATEAU_END:g}, and so without a number for the wait: {'; '.join(never)}."
+            )
     page.compare(words, waiting, higher_is_better=False, digits=1)
     page.compared()
     drawn = {"held-out perplexity": values, words: waiting}
