@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saobp.runs.machine import machine
+from saobp.storage.manifest import file_checksum
 from saobp.training.head_records import strengths_of
 from saobp.transformers.apply import apply
 from saobp.transformers.layer_refinement import named_refinements, strength_parameters
@@ -58,7 +58,7 @@ class Continuation:
             "machine": machine(self.device),
         }  # fmt: skip
         self.model: Any = load_model(model_dir, AutoModelForCausalLM).to(self.device)
-        self.checksum = hashlib.sha256((tokens_dir / f"{corpus}-train.npy").read_bytes()).hexdigest()
+        self.checksum = file_checksum(tokens_dir / f"{corpus}-train.npy")
         parts = ("held-out", "train")
         self.held, self.train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", self.device) for part in parts)
         if batch > len(self.train):
