@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from saobp.lab.arena import LATER, SHARED
+from saobp.lab.step_times import LATER, SHARED
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
 from saobp.storage.json_files import write_json

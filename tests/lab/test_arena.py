@@ -14,12 +14,13 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena import SHARED, write_arena
+from saobp.lab.arena import write_arena
 from saobp.lab.arena_records import GLUE_TASKS, recorded, settings_of
 from saobp.lab.experiment_plan import ExperimentPlan
 from saobp.lab.experiments import choose_experiments
 from saobp.lab.forest import forest
 from saobp.lab.scales import get_scale
+from saobp.lab.step_times import SHARED
 from saobp.lab.tabulate import tabulate
 from saobp.training.recipes import named_recipe
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from saobp.lab.cells import format_gain, format_spread
 from saobp.lab.figures import Gap, gaps_beside_chance
 from saobp.lab.methods import METHODS
 from saobp.lab.paper import paper_table, paper_values
-from saobp.lab.result_page import PARTIAL, Page, format_gain, format_spread
+from saobp.lab.result_page import PARTIAL, Page
 from saobp.lab.results import EPOCH, Results, Values
 from saobp.lab.statistics import Chance, Gain, chance, paired_gain, spread
 

@@ -10,12 +10,13 @@ import numpy as np
 from saobp.data.tasks import ALL
 from saobp.lab.arena import HEADERS, power, rows
 from saobp.lab.arena_records import settings_of
+from saobp.lab.cells import format_means
 from saobp.lab.figures import head_grid
 from saobp.lab.forest import forest
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score
 from saobp.lab.paper import paper_values
-from saobp.lab.result_page import Page, format_means
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.statistics import UNDECIDED, Status
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from saobp.lab.cells import format_gain, format_percent
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import PLATEAU_END, held_out
 from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
-from saobp.lab.result_page import Page, format_gain, format_percent
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.statistics import Gain, as_percent, paired_gain
 
