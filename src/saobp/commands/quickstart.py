@@ -67,7 +67,7 @@ def run(
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
     from saobp.commands.refinement_option import parse_refinement_option
-    from saobp.quickstart import pipeline
+    from saobp.quickstart import pipeline, prose
     from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
@@ -83,7 +83,7 @@ def run(
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
     with staged(out) as new:
         with ProgressBars() as bars:
-            paragraphs = pipeline.read_prose(bars.add("reading Python's documentation"))
+            paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
             recipe = pipeline.recipe_of(steps)
             bar = bars.add("learning a vocabulary, tokenising")
             texts = pipeline.prepare(paragraphs, new / "text", recipe.length, bar)
