@@ -88,11 +88,11 @@ def scores(results: Results, task: str) -> Values:
     """By method and seed of fine-tuning; of the first model of each method."""
     by_method: Values = {}
     for model in results.models():
-        tuned = results.tuned(model, task)
-        if tuned is not None and model.method.key not in by_method:
+        result = results.finetuned(model, task)
+        if result is not None and model.method.key not in by_method:
             with results.reading(model):
                 by_seed = {
-                    int(seed): float(seed_result[EPOCH]) for seed, seed_result in tuned["seeds"].items()
+                    int(seed): float(seed_result[EPOCH]) for seed, seed_result in result["seeds"].items()
                 }
             by_method[model.method.key] = by_seed
     return by_method

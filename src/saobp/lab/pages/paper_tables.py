@@ -16,7 +16,6 @@ from saobp.lab.pages.common import (
     correlation_of,
     deepest_mean_of,
     format_correlation,
-    has_any,
     held_out_curves,
     mean_of,
     mean_score,
@@ -40,7 +39,7 @@ def pretraining(results: Results, page: Page) -> None:
     page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
     waiting = results.values(lambda model: results.tokens_until(model, PLATEAU_END))
     words = f"million tokens until the loss is below {PLATEAU_END:g}"
-    if has_any(waiting):
+    if any(waiting.values()):
         page.text(
             "Every run first learns what needs no word order, and stays there for a while, at a perplexity "
             "of about 500, before attention begins to use word order. How long a run waits "
@@ -60,7 +59,7 @@ def pretraining(results: Results, page: Page) -> None:
     page.compared()
     drawn = {"held-out perplexity": values, words: waiting}
     page.dots("perplexity", drawn, "Held-out masked perplexity, and the wait before it falls.")
-    if has_any(values):
+    if any(values.values()):
         page.figure(
             "curves",
             progress(held_out_curves(results)),
