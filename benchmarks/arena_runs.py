@@ -203,15 +203,13 @@ def check(queue: Queue, tokens: str, made: Path | None) -> None:
 
     Losses by which a setting is chosen must be of the texts that are trained on here.
     """
-    from saobp.training.dataset import find_pretraining_data
+    from saobp.training.dataset import data_of
 
     runs = list(setting_runs())
     recipe = runs[0].recipe
     if not has_gpu(recipe.compiled):
         raise ValueError("torch sees no GPU, without which a run takes days")
-    texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
-    )
+    texts = data_of(recipe, tokens)
     data = {name: store.checksum for name, store in texts.train.stores.items()}
     records = {} if made is None else saved_records(made)
     for run in runs:
@@ -273,9 +271,7 @@ def pack(out: Path, file: Path) -> None:
 
 def work(queue: Queue, tokens: str) -> None:
     """Train one claimed run after another in this process."""
-    import gc
-
-    import torch
+    from saobp.training.compiled_step import free_memory
 
     if not has_gpu(next(setting_runs()).recipe.compiled):
         sys.exit("torch sees the GPU no longer")  # else all runs would fail, one after the other
@@ -302,10 +298,7 @@ def work(queue: Queue, tokens: str) -> None:
         if by_cuda:  # which stays with the process, and with it the lock
             watched = {**os.environ, WATCH_VARIABLE: "1"}
             os.execve(sys.executable, [sys.executable, *sys.argv], watched)
-        gc.collect()
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     say("no run left that fits")
 
 
@@ -313,9 +306,9 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
     """Make a run, or continue it, and return its held-out loss."""
     from transformers import TrainerCallback
 
-    from saobp.training.dataset import find_pretraining_data
+    from saobp.training.dataset import data_of
     from saobp.training.pretrain import pretrain
-    from saobp.transformers.layer_refinement import PER_HEAD, named_refinements
+    from saobp.transformers.layer_refinement import named_strengths
 
     numbers = queue.claim_of(run) / "numbers.jsonl"
 
@@ -327,19 +320,12 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
             if state.global_step % 50 == 0:
-                own = [
-                    (f"{layer}.{name}", parameter.detach().float().tolist())
-                    for layer, (_, module) in enumerate(named_refinements(model))
-                    for name, parameter in module.named_parameters()
-                    if name.endswith(PER_HEAD)
-                ]
+                own = {name: one.detach().float().tolist() for name, one in named_strengths(model).items()}
                 if own:
-                    append_line(numbers, {"step": state.global_step, **dict(own)})
+                    append_line(numbers, {"step": state.global_step, **own})
 
     recipe = run.recipe
-    texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
-    )
+    texts = data_of(recipe, tokens)
     before, sys.argv = sys.argv, run.command  # what the record keeps
     try:
         result = pretrain(

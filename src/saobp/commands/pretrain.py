@@ -85,19 +85,16 @@ def pretrain(
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
-        from saobp.training.dataset import find_pretraining_data
+        from saobp.training.dataset import data_of
         from saobp.training.pretrain import pretrain as train
         from saobp.training.progress import plain_sentences
         from saobp.training.trackers import trackers
 
         trackers(report_to)
         with ProgressBars() as bars:
-            texts = find_pretraining_data(
-                family,
-                corpus,
-                length=resolved.length,
-                seed=seed,
-                tokens=tokens,
+            texts = data_of(
+                resolved,
+                tokens,
                 data_dir=data_dir,
                 tokenizer=tokenizer,
                 vocabulary=vocabulary,

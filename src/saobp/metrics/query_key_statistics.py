@@ -106,11 +106,11 @@ def measure(
 
 def measure_heads(
     heads: AttentionInputs,
-    method: Method = "exact",
-    statistics: Collection[str] | None = None,
+    method: Method,
+    statistics: Collection[str] | None,
     *,
-    beta: float = BETA,
-    hops: int = HOPS,
+    beta: float,
+    hops: int,
     sampling: Sampling | None = None,
     on_maps: OnMaps | None = None,
 ) -> dict[str, Estimate]:
@@ -188,7 +188,7 @@ OnMaps = Callable[[slice, Tensor], object]
 
 
 def exact_statistics(
-    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
+    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None
 ) -> dict[str, Estimate]:
     """Each statistic of every head, ``[batch, heads]``; ``on_maps`` is called with all maps, block by block.
 

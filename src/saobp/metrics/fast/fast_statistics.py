@@ -83,9 +83,7 @@ def statistics_of(row_totals: RowSums) -> Tensor:
     return torch.cat([top[..., None], means], -1)
 
 
-def padded_rows(
-    padding: Tensor | None, queries: int, *, causal: bool = False, window: int | None = None
-) -> RowMask:
+def padded_rows(padding: Tensor | None, queries: int, *, causal: bool, window: int | None) -> RowMask:
     """The mask of the last ``queries`` rows of texts with a padding mask ``[batch, keys]``."""
     if padding is None:
         return RowMask(causal, window)
