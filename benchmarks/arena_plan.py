@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-from saobp.lab.arena import StepTimes
+from saobp.lab.step_times import StepTimes
 from saobp.refinement import Refinement
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 

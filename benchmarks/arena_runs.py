@@ -44,8 +44,8 @@ from arena_plan import (
 )
 from filelock import BaseFileLock
 
-from saobp.lab.arena import StepTimes
 from saobp.lab.arena_records import saved_records
+from saobp.lab.step_times import StepTimes
 from saobp.runs.folder import RunFolder
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN

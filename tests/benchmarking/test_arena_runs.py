@@ -13,9 +13,9 @@ from transformers.trainer_callback import CallbackHandler
 from typer.testing import CliRunner
 
 from saobp.cli import app
-from saobp.lab.arena import LATER as FIELDS
-from saobp.lab.arena import SHARED, StepTimes
 from saobp.lab.arena_records import method_of, settings_of
+from saobp.lab.step_times import LATER as FIELDS
+from saobp.lab.step_times import SHARED, StepTimes
 from saobp.refinement import Refinement
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_training import prose, small_recipe
