@@ -59,6 +59,14 @@ def test_learned_strengths_are_trained_saved_reloaded_and_merged(family, options
     torch.testing.assert_close(logits(loaded, batch), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_with_an_adapter_in_it_is_not_saved_as_a_refined_model(tmp_path):
+    model = adapted("bert", "high:learned")
+    for given in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match=r"has an adapter \(PEFT\): save what .*merge_and_unload"):
+            saobp.save(given, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_disabled_adapter_shows_the_base():
     base = saobp.apply(tiny_model("bert"), "high:learned")
     for parameter in strength_parameters(base):

@@ -145,7 +145,7 @@ def test_a_tracker_that_cannot_be_used_is_refused_before_anything_is_written(
         (("--set", "betas=1.9,0.3"), "betas must be two numbers from 0"),
         (("--set", "weight_decay=-1"), "weight_decay must be at least 0"),
         (("--seed", "-1"), "seed must be from 0"),
-        (("--recipe", "fast", "--size", "micro"), "the recipe fast has no size 'micro'"),
+        (("--recipe", "modern", "--family", "llama", "--size", "micro"), "modern have no size 'micro'"),
         (("--corpus", "prose.txt", "--data-dir", "nowhere"), "the data folder nowhere does not exist"),
         (("--corpus", "novels"), "there is no text 'novels' and no token store of it in tokens"),
         ((), "tokens holds no token store: name texts by --corpus"),

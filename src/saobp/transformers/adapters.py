@@ -75,13 +75,16 @@ def mark_adapter(config: Any, model: nn.Module) -> None:
 
 def warn_of_earlier_adapter(model: nn.Module) -> None:
     """Warn if a model that gets learned strengths has an adapter already, which does not save them."""
-    tuners = sys.modules.get(TUNERS)
-    if tuners is None or not strength_parameters(model):
-        return
-    if any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules()):
+    if strength_parameters(model) and has_adapter(model):
         warnings.warn(
             "this model has an adapter already, which does not save learned strengths: call saobp.apply on "
             "the base model, then add the adapter",
             UserWarning,
             stacklevel=3,
         )
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether layers of PEFT stand in the model."""
+    tuners = sys.modules.get(TUNERS)
+    return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())
