@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
+from saobp.lab.step_times import StepTimes
 from saobp.refinement import Refinement
 from saobp.training.recipes import PretrainRecipe, named_recipe, with_steps
 
@@ -37,8 +38,8 @@ MEDIUM_RATE = 5 / 7
 """Medium's rate over small's, as in the recipe ``modern``."""
 MANY_SEEDS = tuple(range(51, 61))
 COMPARED = (ORIGINAL, LEARNED, KEY_BIAS, "qk-norm", f"{LEARNED}+qk-norm", f"{KEY_BIAS}+qk-norm")
-LONGER = {KEY_BIAS: 2, LEARNED: 4}
-"""Per cent of further steps that Original has in as much time as the usual steps of a form take."""
+AT_EQUAL_TIME = (KEY_BIAS, LEARNED)
+"""Forms that are also compared with Original trained for as long as their usual steps take."""
 PAIR_SEEDS = (31, 32, 33, 34, 35)
 """For Original and learned strengths of small, and of mini on books alone."""
 MEDIUM_SEEDS = PAIR_SEEDS[:2]
@@ -115,16 +116,18 @@ Losses = Mapping[Run, float | None]
 """Held-out losses of runs that have ended; None of one that failed."""
 
 
-def planned_runs(losses: Losses) -> Iterator[Run]:
+def planned_runs(losses: Losses, times: StepTimes | None = None) -> Iterator[Run]:
     """All runs whose settings are known, in their order: tuning, the comparison, then what is left.
 
     Tuning of small waits for the choice of the setting, and its pairs and medium's for that of its rate.
+    Runs at equal time need the times of steps at the chosen setting.
     """
     yield from setting_runs()
     setting = chosen_setting(losses)
     if setting is None:
         return
-    yield from (run for seed in MANY_SEEDS for run in compared_runs(seed, setting))
+    further = further_steps(setting, times)
+    yield from (run for seed in MANY_SEEDS for run in compared_runs(seed, setting, further))
     yield from rate_runs(setting)
     rate = chosen_rate(setting, losses)
     if rate is not None:
@@ -135,11 +138,31 @@ def planned_runs(losses: Losses) -> Iterator[Run]:
     yield from (Run(rival, seed, setting) for seed in RIVAL_SEEDS for rival in RIVALS)
 
 
-def compared_runs(seed: int, setting: str) -> Iterator[Run]:
+def compared_runs(seed: int, setting: str, further: Iterable[int] = ()) -> Iterator[Run]:
     """All forms of a seed; Original for longer comes after the forms without QK-norm."""
     yield from (Run(form, seed, setting) for form in COMPARED[:3])
-    yield from (Run(ORIGINAL, seed, setting, longer=longer) for longer in LONGER.values())
+    yield from (Run(ORIGINAL, seed, setting, longer=longer) for longer in further)
     yield from (Run(form, seed, setting) for form in COMPARED[3:])
+
+
+def further_steps(setting: str, times: StepTimes | None) -> list[int]:
+    """Per cent of further steps that Original has in the time of a form's usual steps, rounded up.
+
+    None for a form whose step takes no longer; none at all without times of this setting.
+    """
+    if times is None or not fits(times, setting):
+        return []
+    found = set()
+    for form in AT_EQUAL_TIME:
+        pairs = zip(times.seconds[form], times.seconds[ORIGINAL], strict=False)
+        more = median(100 * (seconds / plain - 1) for seconds, plain in pairs)
+        found.add(math.ceil(round(more, 6)))
+    return sorted(percent for percent in found if percent > 0)
+
+
+def fits(times: StepTimes, setting: str) -> bool:
+    """Whether times are of the recipe of this setting."""
+    return times.fits(Run(ORIGINAL, MANY_SEEDS[0], setting).recipe.to_dict())
 
 
 def tuning_runs() -> Iterator[Run]:

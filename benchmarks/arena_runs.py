@@ -10,7 +10,8 @@ ended goes on once from its last checkpoint: another process on the GPU may have
 folder in which a run cannot go on, stops a process and counts against no run. TOKENS holds the stores of
 BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
 On another machine or day ``--made results/arena/runs.json`` counts the runs recorded there as made, as does a
-pack unpacked in an empty OUT.
+pack unpacked in an empty OUT. Runs at equal time are made only with ``--times FILE``, which
+``time_of_methods.py`` has written on this GPU at the chosen setting.
 ``saobp arena`` writes the page, with the options that the plan names.
 """
 
@@ -31,10 +32,12 @@ from types import MappingProxyType
 from typing import Any
 
 from arena_plan import (
+    AT_EQUAL_TIME,
     Losses,
     Run,
     chosen_rate,
     chosen_setting,
+    fits,
     is_tuned,
     planned_runs,
     setting_runs,
@@ -43,6 +46,7 @@ from arena_plan import (
 from filelock import BaseFileLock
 
 from saobp.lab.arena_records import saved_records
+from saobp.lab.step_times import StepTimes
 from saobp.runs.folder import RunError, RunFolder
 from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
 from saobp.runs.layout import LOCK as LOCK_OF_RUN
@@ -72,6 +76,7 @@ class Queue:
     ends: seconds since 1970
     typical: seconds of a run beside ``jobs - 1`` others, with which it shares the GPU
     made: held-out losses of runs made elsewhere, by name
+    times: of steps, for runs at equal time
     """
 
     def __init__(
@@ -82,13 +87,15 @@ class Queue:
         *,
         jobs: int = 1,
         made: Mapping[str, float | None] = MappingProxyType({}),
+        times: StepTimes | None = None,
     ) -> None:
         self.out, self.ends, self.typical, self.jobs, self.made = out, ends, typical, jobs, made
+        self.times = times
         self.held: dict[str, BaseFileLock] = {}
 
     def planned(self) -> list[Run]:
         """All runs in order; those at a chosen setting only once it is chosen."""
-        return list(planned_runs(self.tuned()))
+        return list(planned_runs(self.tuned(), self.times))
 
     def tuned(self) -> Losses:
         """What has ended of the runs on which choices depend."""
@@ -152,6 +159,7 @@ def main() -> None:
     parser.add_argument("--tokens", help="folder of token stores")
     parser.add_argument("--out", type=Path, default=Path("runs/arena"))
     parser.add_argument("--made", type=Path, help="records of runs made elsewhere: results/arena/runs.json")
+    parser.add_argument("--times", type=Path, help="times of steps, for runs at equal time")
     parser.add_argument("--pack", type=Path, help="only put all records into this .tar.xz")
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it")
@@ -170,7 +178,8 @@ def main() -> None:
         if given.tokens is None:
             raise ValueError("name the folder of token stores by --tokens")
         made = {} if given.made is None else recorded_losses(given.made)
-        queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made)
+        times = None if given.times is None else StepTimes.read(given.times)
+        queue = Queue(given.out, ends, given.typical, jobs=given.jobs, made=made, times=times)
         if not given.worker:
             check(queue, given.tokens, given.made)
     except (ValueError, OSError) as problem:
@@ -202,21 +211,33 @@ def check(queue: Queue, tokens: str, made: Path | None) -> None:
 
     Losses by which a setting is chosen must be of the texts that are trained on here.
     """
-    from saobp.training.dataset import find_pretraining_data
+    from saobp.training.dataset import data_of
 
     runs = list(setting_runs())
     recipe = runs[0].recipe
     if not has_gpu(recipe.compiled):
         raise ValueError("torch sees no GPU, without which a run takes days")
-    texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
-    )
+    texts = data_of(recipe, tokens)
     data = {name: store.checksum for name, store in texts.train.stores.items()}
     records = {} if made is None else saved_records(made)
     for run in runs:
         record = records.get(run.name) or RunFolder(queue.folder(run)).record
         if record and record.get("data") != data:
             raise ValueError(f"{run.name} was trained on other texts than those in {tokens}: its data differ")
+    if queue.times is not None:
+        check_times(queue.times, chosen_setting(queue.tuned()))
+
+
+def check_times(times: StepTimes, setting: str | None) -> None:
+    """Raise a ValueError if times lack a form, or are not of the setting, where one is chosen."""
+    missing = [form for form in AT_EQUAL_TIME if not times.seconds.get(form)]
+    if missing:
+        raise ValueError(f"{times.file} has no times of {', '.join(missing)}: measure them too")
+    if setting is not None and not fits(times, setting):
+        raise ValueError(
+            f"{times.file} has times of another recipe than the chosen setting, {setting}: measure them "
+            "again, by time_of_methods.py with the --rows and --set of that setting"
+        )
 
 
 def has_gpu(is_needed: bool) -> bool:
@@ -258,9 +279,7 @@ def pack(out: Path, file: Path) -> None:
 
 def work(queue: Queue, tokens: str) -> None:
     """Train one claimed run after another in this process."""
-    import gc
-
-    import torch
+    from saobp.training.compiled_step import free_memory
 
     if not has_gpu(next(setting_runs()).recipe.compiled):
         sys.exit("torch sees the GPU no longer")  # else all runs would fail, one after the other
@@ -290,10 +309,7 @@ def work(queue: Queue, tokens: str) -> None:
         if by_cuda:  # which stays with the process, and with it the lock
             watched = {**os.environ, WATCH_VARIABLE: "1"}
             os.execve(sys.executable, [sys.executable, *sys.argv], watched)
-        gc.collect()
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     say("no run left that fits")
 
 
@@ -301,9 +317,9 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
     """Make a run, or continue it, and return its held-out loss."""
     from transformers import TrainerCallback
 
-    from saobp.training.dataset import find_pretraining_data
+    from saobp.training.dataset import data_of
     from saobp.training.pretrain import pretrain
-    from saobp.transformers.layer_refinement import PER_HEAD, named_refinements
+    from saobp.transformers.layer_refinement import named_strengths
 
     numbers = queue.claim_of(run) / "numbers.jsonl"
 
@@ -315,19 +331,12 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
             if state.global_step % 50 == 0:
-                own = [
-                    (f"{layer}.{name}", parameter.detach().float().tolist())
-                    for layer, (_, module) in enumerate(named_refinements(model))
-                    for name, parameter in module.named_parameters()
-                    if name.endswith(PER_HEAD)
-                ]
+                own = {name: one.detach().float().tolist() for name, one in named_strengths(model).items()}
                 if own:
-                    append_line(numbers, {"step": state.global_step, **dict(own)})
+                    append_line(numbers, {"step": state.global_step, **own})
 
     recipe = run.recipe
-    texts = find_pretraining_data(
-        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens
-    )
+    texts = data_of(recipe, tokens)
     before, sys.argv = sys.argv, run.command  # what the record keeps
     try:
         result = pretrain(

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from saobp.lab.arena_records import method_of, title_of
-from saobp.lab.result_page import markdown_table
+from saobp.lab.cells import markdown_table
 from saobp.storage.json_files import read_json
 
 HEADERS = ("methods", "seeds", "mean strengths", "correlation, same seed", "different seeds, mean")

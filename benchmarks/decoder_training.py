@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saobp.runs.machine import machine
+from saobp.storage.manifest import file_checksum
 from saobp.training.head_records import strengths_of
 from saobp.transformers.apply import apply
 from saobp.transformers.layer_refinement import named_refinements, strength_parameters
@@ -59,7 +58,7 @@ class Continuation:
             "machine": machine(self.device),
         }  # fmt: skip
         self.model: Any = load_model(model_dir, AutoModelForCausalLM).to(self.device)
-        self.checksum = hashlib.sha256((tokens_dir / f"{corpus}-train.npy").read_bytes()).hexdigest()
+        self.checksum = file_checksum(tokens_dir / f"{corpus}-train.npy")
         parts = ("held-out", "train")
         self.held, self.train = (_blocks(tokens_dir / f"{corpus}-{part}.npy", self.device) for part in parts)
         if batch > len(self.train):
@@ -220,14 +219,6 @@ def numbers_per_head(model: Any) -> dict[str, Any]:
 
 def peak_gib(device: str) -> float | None:
     return round(torch.cuda.max_memory_allocated() / 2**30, 1) if device == "cuda" else None
-
-
-def forget_compiled() -> None:
-    """Free what a run has compiled and allocated; graphs of many runs would reach Dynamo's limit of a few."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _blocks(path: Path, device: str) -> Tensor:

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from saobp.lab.arena_records import title_of
+from saobp.lab.cells import markdown_table
 from saobp.lab.figures import save_figure
-from saobp.lab.result_page import markdown_table
 from saobp.lab.statistics import paired_gain
 from saobp.refinement import Refinement
 from saobp.storage.atomic import write_atomically

@@ -38,11 +38,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from decoder_training import ALONE, LENGTH, METHODS, Continuation, forget_compiled
+from decoder_training import ALONE, LENGTH, METHODS, Continuation
 from paired_runs import claimed, compare, run_workers
 
 from saobp.runs.worker_processes import end_with_parent
 from saobp.storage.json_files import write_json
+from saobp.training.compiled_step import free_memory
 
 CORPORA = {"wikitext2": "wikitext2_raw", "wikipedia": "wikipedia_en"}
 SEEDS = (1, 2, 3)
@@ -188,7 +189,7 @@ def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Optio
 
     for name in claimed(out, names):
         write_json(out / f"{name}.json", result(*name.split("-")))
-        forget_compiled()
+        free_memory()
 
 
 @app.command()

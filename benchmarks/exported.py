@@ -30,12 +30,11 @@ from saobp.sizes import PAPER_SIZES
 from saobp.timing import Result, in_turn, processor_clock, wall_clock
 
 LENGTH, BATCHES = 128, (1, 8)
+TURNS, BUDGET = 7, 1.5
 Batches = list[tuple[Tensor, ...]]
 
 
-def exported_speed(
-    models: dict[str, TokenModel], texts: Sequence[str], *, busy: bool, turns: int = 7, budget: float = 1.5
-) -> BenchmarkTable:
+def exported_speed(models: dict[str, TokenModel], texts: Sequence[str], *, busy: bool) -> BenchmarkTable:
     """Rows of PyTorch, ONNX and int8 for every model; ``busy``: processor time on one thread."""
     threads = 1 if busy else torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -43,10 +42,10 @@ def exported_speed(
     table = BenchmarkTable("exported", f"Exported models on a CPU, {LENGTH} tokens", facts)
     for name, model in models.items():
         with tempfile.TemporaryDirectory() as folder:
-            table.rows += _rows(name, model, texts, Path(folder), threads, busy, turns, budget)
+            table.rows += _rows(name, model, texts, Path(folder), threads, busy)
     clock = "Processor time on one thread, because others were using the machine" if busy else "Wall time"
     table.notes.append(
-        f"{clock}; medians of {turns} turns, each version once per turn; a ratio is PyTorch's time over the "
+        f"{clock}; medians of {TURNS} turns, each version once per turn; a ratio is PyTorch's time over the "
         "version's, the median over turns. PyTorch is the refined model with its CPU path."
     )
     table.notes.append(
@@ -59,14 +58,7 @@ def exported_speed(
 
 
 def _rows(
-    name: str,
-    model: TokenModel,
-    texts: Sequence[str],
-    folder: Path,
-    threads: int,
-    busy: bool,
-    turns: int,
-    budget: float,
+    name: str, model: TokenModel, texts: Sequence[str], folder: Path, threads: int, busy: bool
 ) -> list[dict[str, Cell]]:
     program = exported_program(model)
     runs: dict[str, Run] = {"PyTorch": pytorch(model)}
@@ -80,7 +72,7 @@ def _rows(
         batch = model.batch(rows, LENGTH, padding=False)
         calls = {form: (lambda run=run, batch=batch: run(*batch)) for form, run in runs.items()}
         clock = processor_clock if busy else wall_clock
-        timed[rows] = in_turn(calls, turns=turns, budget=budget, clock=clock)
+        timed[rows] = in_turn(calls, turns=TURNS, budget=BUDGET, clock=clock)
     batches = text_batches(model, texts)
     found = []
     for form, run in runs.items():

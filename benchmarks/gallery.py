@@ -134,11 +134,11 @@ def _perplexity(name: str, folder: Path, tokenizer: Any, texts: list[str], token
     return found
 
 
-def _similarity(name: str, folder: Path, tokenizer: Any, stsb: Path, pairs: int = 500) -> list[dict]:
+def _similarity(name: str, folder: Path, tokenizer: Any, stsb: Path) -> list[dict]:
     """STS-B of mean-pooled embeddings, and their cosine with those of the model as it was trained."""
     import pandas
 
-    data = pandas.read_parquet(stsb).head(pairs)
+    data = pandas.read_parquet(stsb).head(500)
     sentences = [*data["sentence1"], *data["sentence2"]]
     model = AutoModel.from_pretrained(folder).eval()
     found, plain = [], None

@@ -23,7 +23,8 @@ from saobp import Refinement
 from saobp.benchmarking.table import BenchmarkTable
 from saobp.kernels.calls import Backend
 from saobp.kernels.dispatch import select
-from saobp.quickstart.pipeline import QuickstartTexts, prepare, read_prose
+from saobp.quickstart.pipeline import QuickstartTexts, prepare
+from saobp.quickstart.prose import read_prose
 from saobp.runs.machine import machine
 from saobp.training.batches import BatchShard, TrainingStream
 from saobp.training.objectives import objective_of

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from saobp.lab.arena import LATER, SHARED
+from saobp.lab.step_times import LATER, SHARED
 from saobp.refinement import Refinement
 from saobp.runs.machine import machine
 from saobp.storage.json_files import write_json
-from saobp.training.dataset import find_pretraining_data
+from saobp.training.dataset import data_of
 from saobp.training.graphed_step import WARMUP_STEPS
 from saobp.training.pretrain import pretrain
 from saobp.training.recipes import PretrainRecipe, named_recipe, parse_override
@@ -213,14 +213,7 @@ def train(given: argparse.Namespace) -> None:
     """A run that trains when it is its turn."""
     (method,) = given.methods
     recipe = recipe_of(given, method)
-    texts = find_pretraining_data(
-        recipe.family,
-        recipe.corpus,
-        length=recipe.length,
-        seed=recipe.seed,
-        tokens=given.tokens,
-        vocabulary=given.vocabulary,
-    )
+    texts = data_of(recipe, given.tokens, vocabulary=given.vocabulary)
     planned = blocks(given.first, given.steps, given.rounds)
 
     def say(word: object) -> None:

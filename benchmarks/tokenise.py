@@ -34,11 +34,11 @@ LENGTH = 128
 def tokenise_speed(
     data_dir: Path,
     *,
-    corpora: Sequence[str] = ("wikipedia_en", "gutenberg_books", "imdb_reviews"),
-    tokenizers: Sequence[str] = ("bert", "gpt2"),
+    corpora: Sequence[str],
+    tokenizers: Sequence[str],
     megabytes: float = 40.0,
-    turns: int = 3,
-    notify: Callable[[str], object] = print,
+    turns: int,
+    notify: Callable[[str], object],
 ) -> BenchmarkTable:
     """CPU seconds of every method on the first ``megabytes`` of each corpus, interleaved."""
     facts = machine("cpu") | {name: version(name) for name in ("tokenizers", "datasets", "pyarrow")}

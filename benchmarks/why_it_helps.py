@@ -26,10 +26,10 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from saobp.metrics.health.recorder import Recorder
 from saobp.training.batches import BatchShard, held_out_batches
-from saobp.training.dataset import PretrainingData, find_pretraining_data
+from saobp.training.dataset import PretrainingData, data_of
 from saobp.training.objectives import MaskedLM
 from saobp.training.recipes import PretrainRecipe
-from saobp.transformers.layer_refinement import PER_HEAD, named_refinements
+from saobp.transformers.layer_refinement import named_strengths
 
 STATISTICS = ("gtd", "attention_entropy", "sink_mass", "indirect_entropy")
 COUNTED_ROWS = 40_000
@@ -46,14 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = recipe_of(given.runs[0])
-    texts = find_pretraining_data(
-        recipe.family,
-        recipe.corpus,
-        length=recipe.length,
-        seed=recipe.seed,
-        tokens=given.tokens,
-        vocabulary=given.vocabulary,
-    )
+    texts = data_of(recipe, given.tokens, vocabulary=given.vocabulary)
     assert texts.validation is not None
     batches = held_out_batches(texts.validation, BatchShard(recipe, 0, 1, device))
     objective = MaskedLM.of(texts.tokenizer)
@@ -67,7 +60,7 @@ def main() -> None:
         found["runs"][folder.name] = {
             "refinement": getattr(model.config, "saobp", None),
             "loss": losses.mean().item(),
-            "numbers": {name: values.tolist() for name, values in numbers_per_head(model).items()},
+            "numbers": {name: values.tolist() for name, values in named_strengths(model).items()},
             "by_kind": {name: by_class(losses - base, base, kind) for name, kind in kinds.items()},
             "set_to_zero": set_to_zero(model, objective, batches),
             "statistics": statistics(model, batches, objective),
@@ -166,16 +159,6 @@ def by_class(difference: Tensor, base: Tensor, classes: dict[str, Tensor]) -> di
     return found
 
 
-def numbers_per_head(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Strengths, temperatures and the like, by layer and name."""
-    return {
-        f"{layer}.{name}": parameter
-        for layer, (_, own) in enumerate(named_refinements(model))
-        for name, parameter in own.named_parameters()
-        if name.endswith(PER_HEAD)
-    }
-
-
 @contextmanager
 def zeroed(parameters: list[Tensor]) -> Iterator[None]:
     """Context in which these (parts of) parameters are 0."""
@@ -192,7 +175,7 @@ def set_to_zero(
     model: PreTrainedModel, objective: MaskedLM, batches: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Rise of the loss when numbers per head are 0: all, those of a kind, of a layer, of a head."""
-    numbers = {name: parameter.data for name, parameter in numbers_per_head(model).items()}
+    numbers = {name: parameter.data for name, parameter in named_strengths(model).items()}
     if not numbers:
         return {}
     few = batches[:ABLATION_BATCHES]
@@ -229,7 +212,7 @@ def statistics(
     found = {}
     for name, parameters in (
         ("as it is", []),
-        ("set to 0", [p.data for p in numbers_per_head(model).values()]),
+        ("set to 0", [p.data for p in named_strengths(model).values()]),
     ):
         recorder = Recorder(model, STATISTICS, "exact")
         with zeroed(parameters), recorder.measuring():

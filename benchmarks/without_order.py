@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from saobp.lab.scales import CORPUS
 from saobp.runs.machine import commit
 from saobp.storage.atomic import write_atomically
 from saobp.training.batches import Batch, BatchShard, TokenRows, held_out_batches
-from saobp.training.dataset import find_pretraining_data
+from saobp.training.dataset import data_of
 from saobp.training.objectives import MaskedLM
 from saobp.training.recipes import paper
 
@@ -105,10 +105,7 @@ def main() -> None:
     given = parser.parse_args()
     recipe = paper("bert", "mini")
     names = given.corpus.split(",")
-    data, *each = (
-        find_pretraining_data("bert", name, length=recipe.length, seed=recipe.seed, tokens=given.tokens)
-        for name in (given.corpus, *names)
-    )
+    data, *each = (data_of(replace(recipe, corpus=name), given.tokens) for name in (given.corpus, *names))
     objective = MaskedLM.of(data.tokenizer)
     counts = torch.stack([count_words(one.train, objective) for one in each])
     frequencies = Frequencies.of(counts, objective.special)

@@ -40,7 +40,7 @@ def main() -> None:
     for name, parameter in model.named_parameters():
         if "saobp" in name:
             print(name, [round(strength, 3) for strength in parameter.tolist()])
-    saobp.save(model, "runs/example/model")
+    model.save_pretrained("runs/example/model")
     again = saobp.load("runs/example/model", BertForMaskedLM)
     print("saved and loaded:", again.config.saobp)
 

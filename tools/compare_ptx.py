@@ -11,9 +11,7 @@ Needs no GPU. Records PTX, grid and arguments (without addresses) of every launc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -25,15 +23,11 @@ from pathlib import Path
 from typing import Any
 
 SIMULATORS = Path(__file__).parents[1] / "tests" / "kernels"
-ENTRIES = ("saobp.kernels.fused", "saobp.kernels.call")
-"""Where ``fused_attention`` is, now and in older trees."""
-HOPPER_LAUNCH = ("saobp.kernels.dispatch", "saobp.kernels.short_hopper_launch")
 THRESHOLDS = (
     *("HOPPER_MIN_HEADS", "WHOLE_MIN_HEADS", "WHOLE_BACKWARD_MIN_HEADS"),
     *("CAUSAL_MIN_HEADS", "CAUSAL_MIN_ENTRIES"),
-    *("HOPPER_FROM", "WHOLE_FROM", "WHOLE_BACKWARD_FROM", "CAUSAL_FROM", "CAUSAL_ENTRIES"),
 )
-"""Sizes from which kernels for Hopper are used, in this tree and under the names of older ones."""
+"""Sizes from which kernels for Hopper are used."""
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPES_AND_OPTIONS = (
     ("bfloat16", "plain"),
@@ -42,7 +36,6 @@ DTYPES_AND_OPTIONS = (
     ("float32", "padded dropout"),
 )
 ROW_MASKS = ("none", "causal", "padded", "shown", "added")
-OPERATOR = ("saobp.metrics.operators.fused", "saobp.metrics.fused")
 
 
 def calls() -> Iterator[dict[str, Any]]:
@@ -140,10 +133,11 @@ def make_operator(length: int, *, strength: float, dim: int = 64, heads: int = 2
     """Refined weights as an operator on other states."""
     import torch
 
+    from saobp.metrics.operators.fused import FusedOperator
     from saobp.refinement import Refinement
 
     states = torch.zeros(heads, length, dim, dtype=torch.bfloat16)
-    made = found(OPERATOR, "FusedOperator").FusedOperator(
+    made = FusedOperator(
         states, states, Refinement("high", strength), torch.full((heads,), strength), scale=0.125
     )
     made.sweep(states, states)
@@ -184,7 +178,7 @@ def make_decoding(*, dtype: str, dim: int, marked: bool) -> None:
 
     from saobp.kernels.decoding import launch
 
-    launch.multiprocessors = launch._multiprocessors = lambda _: 132  # the second name is of older trees
+    launch.multiprocessors = lambda _: 132
     query, strength = torch.zeros(2, 4, 1, dim, dtype=getattr(torch, dtype)), torch.zeros(4)
     totals = None
     for keys in (300, 301):
@@ -222,14 +216,15 @@ def make_attention(
     """One call: inference, then with gradients, so that both operators of a family are recorded."""
     import torch
 
+    from saobp.kernels import dispatch
+    from saobp.kernels.fused import fused_attention
+    from saobp.kernels.hopper import launch
     from saobp.refinement import Refinement
 
     if hopper:
-        for module, name in itertools.product(HOPPER_LAUNCH, THRESHOLDS):
-            with contextlib.suppress(ModuleNotFoundError):
-                setattr(importlib.import_module(module), name, 0)
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module("saobp.kernels.hopper.launch").multiprocessors = lambda _: 132
+        for name in THRESHOLDS:
+            setattr(dispatch, name, 0)
+        launch.multiprocessors = lambda _: 132
     lengths = (length, length // 2, 3) if option == "packed" else (length,)
     batch, tokens = (1, sum(lengths)) if option == "packed" else (2, length)
     query, key, value = (
@@ -247,12 +242,11 @@ def make_attention(
     several = {"message_stride": (stride, 1), "steps": (steps, 1), "damping": (damping, 0.0)}
     changed = {name: value for name, (value, usual) in several.items() if value != usual}
     refinement = Refinement(factor, number, **changed)
-    attend = found(ENTRIES, "fused_attention").fused_attention
     two_streams = length >= 8192  # second calls launch directly, which needs a GPU
     for learning in (True,) if two_streams else (False, True):
         given = [one.requires_grad_(learning) for one in (query, key, value)]
         with torch.set_grad_enabled(learning):
-            out = attend(
+            out = fused_attention(
                 *given, refinement, strengths,
                 strongest=None if strength == "learned" else number, **options,
             )  # fmt: skip
@@ -272,15 +266,6 @@ KINDS: dict[str, Callable[..., None]] = {
 def make(kind: str = "attention", **call: Any) -> None:
     """Launches the kernels of one of ``calls``."""
     KINDS[kind](**call)
-
-
-def found(modules: tuple[str, ...], name: str) -> Any:
-    """The first of these modules that defines a name."""
-    for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            if hasattr(importlib.import_module(module), name):
-                return importlib.import_module(module)
-    raise SystemExit(f"none of {', '.join(modules)} in the source tree has {name}")
 
 
 def record(every: int, containing: str) -> dict[str, list[Any]]:

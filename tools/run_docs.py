@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -88,26 +88,37 @@ def commands_of(page: Path) -> Iterator[Command]:
 def adapted(command: Command, number: int) -> Command:
     """The command in miniature, or why it is not run."""
     text = re.sub(r"^timeout .*? (?=saobp)", "", command.text)
-    words = text.split()
+    if why_not := _why_not(text):
+        return replace(command, why_not=why_not)
+    if text.startswith("python "):
+        script = text.replace("docs/images", "drawn")
+        return replace(command, small=script + (" --out hub" if "build_hub_kernel" in script else ""))
+    small = _in_miniature(text, number)
+    if re.search("--to executorch|--harness", small):  # refused where the package is not installed
+        return replace(command, small=small, expected=(0, 1))
+    is_gpu = small.startswith("saobp bench ") and "cpu" not in small and "bert-tiny" not in small
+    return replace(command, small=small, expected=(1,) if is_gpu else (0,))
 
-    def known(small: str = "", why_not: str = "", expected: tuple[int, ...] = (0,)) -> Command:
-        return Command(command.page, command.line, command.text, small, why_not, expected)
 
-    if words[0] in ("make", "pip", "pytest"):
-        return known(why_not="make, pip and pytest are run by the tests and the workflow")
+def _why_not(text: str) -> str:
+    """Why a command is not run here; empty where it is."""
+    program = text.split()[0]
+    if program in ("make", "pip", "pytest"):
+        return "make, pip and pytest are run by the tests and the workflow"
     if "$" in text:
-        return known(why_not="stands in a job script, with its variables")
-    if words[0] == "python":
-        if " serve " in text:
-            return known(why_not="a server of Transformers, which opens a port")
-        if not re.search(r"draw_glossary|build_hub_kernel|dense_gap", text):
-            return known(
-                why_not="a script of benchmarks or tests: some need a GPU, some the models of others"
-            )
-        text = text.replace("docs/images", "drawn")
-        return known(text + " --out hub" if "build_hub_kernel" in text else text)
+        return "stands in a job script, with its variables"
+    if program == "python" and " serve " in text:
+        return "a server of Transformers, which opens a port"
+    if program == "python" and not re.search(r"draw_glossary|build_hub_kernel|dense_gap", text):
+        return "a script of benchmarks or tests: some need a GPU, some the models of others"
     if re.search(r"\b(google-bert|openai-community)/", text) or "--dataset NAME" in text:
-        return known(why_not="needs the hub")
+        return "needs the hub"
+    return ""
+
+
+def _in_miniature(text: str, number: int) -> str:
+    """A command of saobp or accelerate with the prepared files, a tiny model and few steps."""
+    words = text.split()
     text = re.sub(r"\[RUN \.\.\.\]", "", text)
     text = re.sub(r"\bRUN(?=/|\s|$)", "runs/high", text).replace("FOLDER", "runs/high/model")
     text = re.sub(r"\bMODEL\b", "runs/high/model", text)
@@ -145,9 +156,7 @@ def adapted(command: Command, number: int) -> Command:
         text += " --quick --out benched"
     if "--models bert-tiny" in text:
         text += " --out benched"
-    is_gpu = words[:2] == ["saobp", "bench"] and "cpu" not in text and "bert-tiny" not in text
-    is_optional = re.search("--to executorch|--harness", text)  # refused where the package is not installed
-    return known(text, expected=(1,) if is_gpu else (0, 1) if is_optional else (0,))
+    return text
 
 
 def _small_training(text: str, number: int) -> str:

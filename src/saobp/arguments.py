@@ -130,9 +130,13 @@ def check_states(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, not {heads} and {key_heads}")
 
 
-def check_numbers(is_causal: bool, dropout_p: float, scale: float | None) -> None:
-    if is_causal not in (True, False):
+def check_causal(is_causal: bool) -> None:
+    if isinstance(is_causal, Tensor) or is_causal not in (True, False):
         raise ValueError(f"is_causal must be True or False, not {is_causal!r}")
+
+
+def check_numbers(is_causal: bool, dropout_p: float, scale: float | None) -> None:
+    check_causal(is_causal)
     if not isinstance(dropout_p, NUMBERS) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must lie from 0 up to but not including 1, not {dropout_p}")
     if scale is not None and not (isinstance(scale, NUMBERS) and -math.inf < scale < math.inf):

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from saobp.arguments import (
     BoundedStrength,
+    check_causal,
     check_lengths,
     check_no_variants,
     check_numbers,
@@ -279,6 +280,7 @@ def refine(
     queries, keys = probabilities.shape[-2:]
     batch = probabilities.shape[:1] if probabilities.ndim > 3 else ()
     padding_mask = read_padding(attention_mask, padding_mask, (*batch, keys), probabilities.device)
+    check_causal(is_causal)
     check_lengths(queries, keys, refinement, is_causal)
     warn_of_leak(refinement, is_causal)
     heads = probabilities.shape[-3] if probabilities.ndim > 2 else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import entry_points
 from numbers import Real
@@ -89,9 +89,9 @@ class Refinement:
             _import_factor(self.factor)
         if self.factor not in factor_names():
             raise ValueError(
-                f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, "
-                f"in text with a strength as in 'high:0.2', or of {', '.join(VARIANTS)}; a factor of your "
-                "own is known once its file is imported (--import for commands)"
+                f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, in text with a "
+                f"strength as in high:0.2 or high:learned, or a variant: {', '.join(VARIANTS)}; a factor of "
+                "your own is known once its file is imported (--import FILE in commands)"
             )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
         check_count("steps", self.steps)
@@ -189,14 +189,15 @@ class Refinement:
             name, equals, value = part.partition("=")
             if not equals or name not in kinds:
                 raise ValueError(
-                    f"cannot read {part!r} in {text!r}: write {' or '.join(f'{k}=...' for k in kinds)}"
+                    f"cannot read {part!r} in {text!r}: write {' or '.join(f'{k}=...' for k in kinds)}; "
+                    "a slash joins strengths of layers, as in high:0.1/0.2"
                 )
             if name in options:
                 raise ValueError(f"{name} is given twice in {text!r}")
             try:
                 options[name] = kinds[name](value)
             except ValueError:
-                raise ValueError(f"{name} cannot be {value!r} in {text!r}") from None
+                options[name] = value  # the constructor says what would be right
         return cls(**options)
 
     @classmethod
@@ -253,6 +254,8 @@ class Refinement:
 
 def _checked_variants(names: Any, factor: str) -> tuple[str, ...]:
     """In the order of ``VARIANTS``, each known, given once and compatible with the factor."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f"variants must be a list of names, as in ['gate'], not {names!r}")
     names = tuple(names)
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:

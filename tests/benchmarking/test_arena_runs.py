@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.lab.arena_records import method_of, settings_of
+from saobp.lab.step_times import LATER as FIELDS
+from saobp.lab.step_times import SHARED, StepTimes
 from saobp.refinement import Refinement
 from saobp.runs.folder import RunError
 from saobp.testing.scripts import ROOT, load_script
@@ -37,7 +39,16 @@ def losses_with(best_setting: str, best_rate: float | None = None) -> dict[Any, 
     return losses
 
 
-RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3))}
+def times_of(setting: str, *, learned: float = 1.0, key_bias: float = 1.0) -> StepTimes:
+    """As if steps with learned strengths, or a key bias, took so many times as long as Original's."""
+    recipe = plan.Run("none", 51, setting).recipe.to_dict()
+    ratios = {"none": 1.0, "high:learned": learned, "high-key-bias:learned": key_bias}
+    seconds = {form: [ratio] * 3 for form, ratio in ratios.items()}
+    return StepTimes("time.json", {name: recipe[name] for name in (*SHARED, *FIELDS)}, seconds, {})
+
+
+MUON_TIMES = times_of("muon-falling", learned=1.031, key_bias=1.012)
+RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3), MUON_TIMES)}
 AS_BEFORE = {run.name: run for run in plan.planned_runs(losses_with(plan.RECORDED, 2.8e-3))}
 
 
@@ -50,8 +61,8 @@ def test_the_plan_names_settings_methods_and_seeds() -> None:
     for form in (*plan.COMPARED[1:], *plan.RIVALS):
         assert f"`{form}`" in seven
         assert str(Refinement.of(form)) == form
-    for longer in plan.LONGER.values():
-        assert f"{3000 + 30 * longer:,} steps" in seven
+    for form in plan.AT_EQUAL_TIME:
+        assert f"`{form}` less Original trained for longer" in seven
     for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
         assert f"{seeds[0]} to {seeds[-1]}" in seven
 
@@ -72,6 +83,32 @@ def test_runs_come_in_the_order_of_the_plan_and_the_comparison_has_seeds_of_its_
     assert rest[32:] == [
         f"modernbert-mini-muon-falling-{rival}-{seed}" for seed in range(51, 59) for rival in plan.RIVALS
     ]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "further"),
+    [
+        ({"learned": 0.999, "key_bias": 0.98}, []),
+        ({"learned": 1.0, "key_bias": 1.0001}, [1]),
+        ({"learned": 1.0312, "key_bias": 1.02}, [2, 4]),
+        ({"learned": 1.02, "key_bias": 1.02}, [2]),
+    ],
+)
+def test_plain_attention_gets_the_steps_that_fit_into_the_time_of_a_form(
+    ratios: dict[str, float], further: list[int]
+) -> None:
+    assert plan.further_steps("muon-falling", times_of("muon-falling", **ratios)) == further
+    longer = [run.longer for run in plan.compared_runs(51, "muon-falling", further) if run.longer]
+    assert longer == further
+
+
+def test_times_of_another_recipe_plan_no_runs_at_equal_time() -> None:
+    for setting in ("muon-falling-128-rows", plan.RECORDED):
+        assert plan.further_steps(setting, MUON_TIMES) == []
+    assert plan.further_steps("muon-falling", None) == []
+    runs.check_times(MUON_TIMES, "muon-falling")
+    with pytest.raises(ValueError, match=r"time\.json has times of another recipe than the chosen setting"):
+        runs.check_times(MUON_TIMES, plan.RECORDED)
 
 
 def test_what_waits_for_a_choice_is_not_planned_before_it() -> None:
@@ -345,6 +382,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *options: object) -> object:
         (["--made", "short.json"], "a record in short.json (one) has no kind, command"),
         (["--made", "others.json"], "was trained on other texts than those in tokens"),
         (["--pack", "nowhere/pack.tar.xz"], "nowhere/"),
+        (["--times", "nowhere.json"], "nowhere.json"),
+        (["--times", "plain.json"], "plain.json has no times of high-key-bias:learned"),
         ([], "name the folder of token stores by --tokens"),
         (["--jobs", "0"], "--jobs must be at least 1, not 0"),
     ],
@@ -367,6 +406,8 @@ def test_a_wrong_path_is_refused_in_a_sentence_before_anything_starts(
     other = {**RECORDS[0], "run": next(plan.setting_runs()).name}
     Path("others.json").write_text(json.dumps([other]))
     Path("short.json").write_text(json.dumps([{"run": "one"}]))
+    times = MUON_TIMES.setting | {"seconds": {"none": [1.0], "high:learned": [1.0]}, "environment": {}}
+    Path("plain.json").write_text(json.dumps(times))
     assert call(monkeypatch, *options, "--out", out) == 2
     assert words in capsys.readouterr().err
     assert not list(out.glob("*"))
@@ -462,7 +503,6 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
         "RATE_SEEDS": (42,),
         "MANY_SEEDS": (51,),
         "COMPARED": ("none", "high:learned+qk-norm"),
-        "LONGER": {},
         "PAIR_SEEDS": (31,),
         "MEDIUM_SEEDS": (),
         "RIVALS": ("gate", "sinkhorn-3"),

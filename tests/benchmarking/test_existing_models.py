@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from saobp.storage.json_files import write_json
 from saobp.testing.scripts import load_script
 from saobp.testing.tiny_models import VOCABULARY, tiny_model
+from saobp.training.compiled_step import free_memory
 
 pairs = load_script("benchmarks/paired_runs.py")
 decoder = load_script("benchmarks/existing_decoder.py")
@@ -107,14 +108,14 @@ def test_compiled_layers_share_a_graph(
     """One graph of layers (the first has inputs without gradient where weights are frozen) and the loss."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
-    training.forget_compiled()
+    free_memory()
     eager: Any = training.Continuation(*folders, "wikipedia", method, 1, 2)
     losses = eager.whole(3)["losses"]
     compiled: Any = training.Continuation(*folders, "wikipedia", method, 1, 2)
     compiled.compile()
     assert compiled.whole(3)["losses"] == pytest.approx(losses, abs=2e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    training.forget_compiled()
+    free_memory()
 
 
 def test_progress_is_shown_now_and_then(

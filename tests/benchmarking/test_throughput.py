@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from saobp.benchmarking import pretraining as throughput
-from saobp.benchmarking.pretraining import LONG, Trace, union
 from saobp.benchmarking.table import BenchmarkTable
+from saobp.benchmarking.timed_training import LONG, Trace, union
 from saobp.cli import app
 
 
@@ -69,7 +69,7 @@ def test_every_finished_row_and_every_model_left_out_is_saved_at_once(
     clock = [0.0]
     monkeypatch.setattr(throughput, "_row", row)
     monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[-1])
-    throughput.pretraining_speed(names=["one", "two", "three", "four"], limit=100.0, save=save)
+    throughput.pretraining_speed(names=["one", "two", "three", "four"], versions=(), limit=100.0, save=save)
     assert [page.count("\n| ") - 1 for page in pages] == [1, 2, 2, 2]
     assert [page.count("left out, because 100 seconds had passed") for page in pages] == [0, 0, 1, 2]
     assert "three: left out" in pages[2]

@@ -13,7 +13,7 @@ import saobp
 from saobp.testing.scripts import ROOT, load_script
 from saobp.testing.tiny_models import VOCABULARY, tiny_model
 from saobp.training.objectives import MaskedLM, row_seeds
-from saobp.transformers.layer_refinement import named_refinements
+from saobp.transformers.layer_refinement import named_refinements, named_strengths
 
 why = load_script("benchmarks/why_it_helps.py")
 OBJECTIVE = MaskedLM(VOCABULARY, 4, (0, 1, 2, 3, 4))
@@ -51,7 +51,7 @@ def test_classes_of_tokens_have_their_own_means_and_errors() -> None:
 
 def test_numbers_per_head_are_set_to_zero_and_restored() -> None:
     model = strong_model()
-    before = {name: value.detach().clone() for name, value in why.numbers_per_head(model).items()}
+    before = {name: value.detach().clone() for name, value in named_strengths(model).items()}
     found = why.set_to_zero(model, OBJECTIVE, batches())
     plain = saobp.remove(strong_model())
     losses = [why.token_losses(one, OBJECTIVE, batches()).mean().item() for one in (plain, model)]
@@ -62,7 +62,7 @@ def test_numbers_per_head_are_set_to_zero_and_restored() -> None:
     }
     assert len(found["heads"]) == len(found["layers"]) == len(list(named_refinements(model)))
     assert any(abs(rise) > 1e-6 for heads in found["heads"] for rise in heads)
-    for name, value in why.numbers_per_head(model).items():
+    for name, value in named_strengths(model).items():
         assert torch.equal(value, before[name])
 
 
@@ -73,7 +73,7 @@ def test_what_was_found_becomes_a_page_and_a_picture(tmp_path: Path) -> None:
     kinds = {"position": {"all": torch.ones_like(losses, dtype=torch.bool)}}
     one = {
         "loss": losses.mean().item(),
-        "numbers": {name: values.tolist() for name, values in why.numbers_per_head(model).items()},
+        "numbers": {name: values.tolist() for name, values in named_strengths(model).items()},
         "by_kind": {name: why.by_class(losses - losses, losses, kind) for name, kind in kinds.items()},
         "set_to_zero": why.set_to_zero(model, OBJECTIVE, [batch]),
         "statistics": why.statistics(model, [batch], OBJECTIVE),

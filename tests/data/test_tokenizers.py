@@ -74,7 +74,8 @@ def test_learning_tells_how_far_it_is(kind: str, tmp_path: Path, monkeypatch: py
 
 def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"no tokenizer 'bert': .* does not hold bert-base-uncased-vocab.txt"
+        ValueError,
+        match=r"no tokenizer 'bert': .* does not hold bert-base-uncased-vocab.txt.*--tokenizer train:8192",
     ):
         load_tokenizer("bert", tmp_path)
 

@@ -38,7 +38,8 @@ def test_example(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
-    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    for _ in range(2):  # a second time in the same folder too
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     out = capsys.readouterr().out
     for words in printed:
         assert words in out

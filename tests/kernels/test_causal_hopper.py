@@ -31,7 +31,7 @@ from saobp.kernels import dispatch
 from saobp.kernels.causal.launch import saved_slices
 from saobp.kernels.hopper import causal_forward, causal_tiles, short_forward, whole_map
 from saobp.kernels.hopper import launch as hopper_launch
-from saobp.kernels.library.packed_bf16 import short_log2
+from saobp.kernels.library.packed_bf16 import half_log2
 from saobp.testing.error_budget import assert_within_budget
 from saobp.testing.inputs import collapsed_inputs
 
@@ -47,7 +47,7 @@ ASSEMBLY = {
     short_forward.WRITTEN.value: lambda lowest: lowest,
     whole_map.POWERS_F16.value: lambda raw, scale, minus: tl.exp2(raw * scale + minus).to(tl.float16),
     causal_tiles.MESSAGES.value: lambda x, slope: _both(tl.log2(1.0 + slope * tl.exp2(x))),
-    causal_tiles.WEAK_MESSAGES.value: lambda x, slope, bend: short_log2(
+    causal_tiles.WEAK_MESSAGES.value: lambda x, slope, bend: half_log2(
         tl.exp2(x).to(tl.float16), (None, slope, bend)
     ),
     causal_tiles.NOT_LATER.value: lambda raw, keys, rows: tl.where(keys > rows, float("-inf"), raw),

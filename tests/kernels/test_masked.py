@@ -13,7 +13,7 @@ from torch import Tensor
 import saobp
 from saobp import Refinement, functional
 from saobp.kernels.masked import attention as masked
-from saobp.kernels.masked.tiles import GRAIN
+from saobp.kernels.masked.tiles import SPAN_BLOCK
 from saobp.testing.error_budget import assert_within_budget, distance
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 from saobp.testing.tiny_models import tiny_batch, tiny_model
@@ -123,16 +123,16 @@ def test_collapsed_heads(collapse: Any, gap: float, dtype: torch.dtype) -> None:
 
 
 def test_rows_that_see_nothing_and_tiles_that_nobody_sees() -> None:
-    length = 3 * GRAIN
+    length = 3 * SPAN_BLOCK
     places = torch.arange(length, device=DEVICE)
-    seen = (places[:, None] // GRAIN == places // GRAIN) & (places >= 5) & (places[:, None] >= 5)
+    seen = (places[:, None] // SPAN_BLOCK == places // SPAN_BLOCK) & (places >= 5) & (places[:, None] >= 5)
     inputs = attention_inputs(1, 1, length, 16, dtype=torch.float32, device=DEVICE)
     states = [one.requires_grad_() for one in (inputs.query, inputs.key, inputs.value)]
     found = saobp.attention(*states, "high:0.7", attn_mask=seen, backend="fused")
     assert not found[0, 0, :5].any()
     assert all(one.isfinite().all() for one in torch.autograd.grad(found.sum(), states))
-    for start in range(0, length, GRAIN):
-        part = slice(start + (5 if start == 0 else 0), start + GRAIN)
+    for start in range(0, length, SPAN_BLOCK):
+        part = slice(start + (5 if start == 0 else 0), start + SPAN_BLOCK)
         alone = saobp.attention(*(one[:, :, part] for one in states), "high:0.7", backend="reference")
         torch.testing.assert_close(found[:, :, part], alone, rtol=1e-5, atol=1e-5)
 

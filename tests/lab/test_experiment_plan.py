@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale, session
-from saobp.lab.experiment_plan import ExperimentPlan
+from saobp.lab.experiment_plan import FAMILIES, ExperimentPlan
 from saobp.lab.methods import METHODS, method_name
 from saobp.lab.pages import PAGES
 from saobp.lab.paper import TABLES, paper_table, paper_values
 from saobp.lab.session import LabFolders, Session
 from saobp.lab.work_queue import WorkItem, claimed, work_through
 from saobp.refinement import Refinement
+from saobp.sizes import FAMILY_NAMES
 from saobp.training.progress import once
 
 MINI = get_scale("mini")
@@ -202,3 +203,17 @@ def test_patterns_decide_what_is_done_first() -> None:
     assert names == ["low-0.2-seed1", "high-0.2-seed42", "high-0.2-seed1", "original-seed42"]
     assert [one.model.name.removeprefix("bert-mini-") for one in plan.finetune_runs()] == names
     assert [one.model.name.removeprefix("bert-mini-") for one in plan.measurements()] == names
+
+
+def test_reproduce_plans_the_arena_on_the_recipe_modern() -> None:
+    plan = ExperimentPlan(choose_experiments("arena"), get_scale("mini"))
+    runs = {run.name: run.recipe for run in plan.pretrain_runs()}
+    assert len(runs) == 8 * (22 + 18)
+    assert {recipe.name for recipe in runs.values()} == {"modern"}
+    assert "llama-mini-high-key-bias-learned-seed7" in runs
+    assert "modernbert-mini-high-learned+gate-seed42" in runs
+    assert "arena" not in {experiment.name for experiment in choose_experiments("all")}
+
+
+def test_every_family_that_is_trained_has_a_name() -> None:
+    assert set(FAMILY_NAMES) == set(FAMILIES)

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from saobp.lab import EXPERIMENTS, get_scale
 from saobp.lab.axes import far_beyond
-from saobp.lab.figures import curves, dots, progress, three_digits
+from saobp.lab.cells import three_digits
+from saobp.lab.figures import curves, dots, progress
 from saobp.lab.method_style import STYLES
 from saobp.lab.result_page import Page
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from saobp.lab import EXPERIMENTS, choose_experiments, get_scale
+from saobp.lab.cells import made_on, paper_digits
 from saobp.lab.experiment_plan import ExperimentPlan, FinetuneRun, Measurement
 from saobp.lab.pages import PAGES
 from saobp.lab.pages.common import claim_correlation
-from saobp.lab.result_page import Page, made_on, paper_digits
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.scales import SCALES
 from saobp.lab.tabulate import tabulate, write_overview

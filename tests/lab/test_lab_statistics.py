@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from saobp.lab.statistics import answer_status, chance, claim_status, paired_gain, spread
+from saobp.lab.statistics import answer_status, chance, claim_status, paired_gain, pairs_needed, spread
 
 NUMBERS = st.floats(-1e3, 1e3).map(lambda x: round(x, 3))
 
@@ -125,3 +126,18 @@ def test_chance_needs_two_seeds_of_a_model() -> None:
     assert found is not None
     assert found.deviation == pytest.approx(math.sqrt(2))
     assert found.low < found.deviation < found.high
+
+
+def test_three_pairs_are_needed_at_least_however_small_the_spread() -> None:
+    assert pairs_needed(1e-16, 0.5) == 3
+
+
+@pytest.mark.parametrize(("deviation", "effect"), [(0.5, 0.5), (0.8, 0.5), (0.3, 0.4)])
+def test_so_many_pairs_find_the_effect_four_times_in_five(deviation: float, effect: float) -> None:
+    pairs = pairs_needed(deviation, effect)
+    assert pairs is not None
+    drawn = np.random.default_rng(0).normal(effect, deviation, (20_000, pairs))
+    found = stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05
+    assert 0.79 < found.mean() < 0.93
+    fewer = stats.ttest_1samp(drawn[:, : pairs - 1], 0, axis=1).pvalue < 0.05
+    assert fewer.mean() < 0.81

@@ -281,6 +281,12 @@ def test_bad_options_get_a_clear_sentence() -> None:
         lambda: metrics.cross_layer_gtd([a, a]),
         lambda: metrics.rollout([]),
         lambda: metrics.rollout([a[None, None]], residual=1.0),
+        lambda: metrics.rollout([a[None, None]], residual="half"),
+        lambda: metrics.rollout(a[None, None]),
+        lambda: metrics.cross_layer_gtd(None),
+        lambda: metrics.cross_layer_gtd((None, None)),
+        lambda: metrics.sparsity(a, threshold="low"),
+        lambda: metrics.clustering(a, tau="low"),
     ):
         with pytest.raises(ValueError, match=r".{20,}"):
             call()

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 import saobp
 from saobp import metrics
 from saobp.metrics import HealthCallback, HealthLog
+from saobp.metrics.health.head_health import RunningSums
 from saobp.metrics.health.verdicts import uniform_map, verdict
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 
@@ -141,7 +142,7 @@ def test_heads_alert_each_time_that_they_leave_their_range(caplog: pytest.LogCap
             send(heads, step)
     assert sorted({alert.step for alert in alerts}) == [1, 4, 5]
     assert {alert.layer for alert in alerts} == {1}
-    assert alerts[-1].reason == "undefined"
+    assert alerts[-1].reason == "undefined (entropy nan)"
     assert len(caplog.records) == 3
 
 
@@ -235,8 +236,21 @@ def test_plain_loop_logs_and_warns_once_per_change(caplog: pytest.LogCaptureFixt
     assert logged[2][1]["health/layer_00/gtd"] == pytest.approx(0.856, abs=1e-3)
     lines = [record.message for record in caplog.records]
     assert "at step 2: newly outside the healthy range are" in lines[-1]
-    assert "layer 0 head 3 diffuse (GTD 0.86)" in lines[-1]
+    assert "layer 0 head 3 diffuse (GTD 0.86, entropy " in lines[-1]
     assert not any("at step 1:" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [("sink", "sink (sink mass 0.62)"), ("localised", "localised (GTD 0.69, entropy 0.31)")],
+)
+def test_a_warning_has_the_numbers_that_a_verdict_looks_at(word, shown) -> None:  # type: ignore[no-untyped-def]
+    values = {"gtd": 0.69, "attention_entropy": 0.31, "sink_mass": 0.62}
+    health, reasons = metrics.Health(tuple(values)), []
+    health.layers["a"] = RunningSums(len(values), 1, torch.device("cpu"))
+    health.heads = lambda: [metrics.HeadHealth(0, "a", 2, values, {}, word, 1)]  # type: ignore[method-assign]
+    HealthLog(lambda *_: None, on_alert=lambda alert: reasons.append(alert.reason))(health, 7)
+    assert reasons == [shown]
 
 
 def test_heads_that_cannot_be_judged_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -376,12 +377,17 @@ def test_heads_are_divided_evenly(count: int, largest: int, sizes: list[int]) ->
         ),
         ({"method": "sampled", "refinement": Refinement("elemmul-prior", 1.0)}, "use method='exact'"),
         ({"beta": 2.0}, "beta"),
+        ({"refinement": "high:0.2+qk-norm"}, r"use saobp\.apply"),
+        ({"is_causal": "no"}, "is_causal must be True or False"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
     ],
 )
 def test_bad_input_gets_a_clear_sentence(change: dict, words: str) -> None:
     options = {"query": torch.randn(1, 2, 6, 4), "key": torch.randn(1, 2, 6, 4)} | change
     with pytest.raises(ValueError, match=words):
         metrics.measure(options.pop("query"), options.pop("key"), **options)
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, not ndarray"):
+        metrics.measure(np.zeros((1, 2, 6, 4)), torch.randn(1, 2, 6, 4))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 probes"):
         Sampling(probes=1)
     with pytest.raises(ValueError, match="must be whole numbers"):

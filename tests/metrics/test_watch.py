@@ -172,6 +172,10 @@ def test_states_alone_are_enough() -> None:
         metrics.fast_statistics(query, key, padding_mask=torch.zeros(2, 20, dtype=torch.bool))
     with pytest.raises(ValueError, match="21 of 20 cannot"):
         metrics.fast_statistics(torch.randn(2, 4, 21, 8), key, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal must be True or False, not 'no'"):
+        metrics.fast_statistics(query, key, is_causal="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"key must be a torch\.Tensor, not ndarray"):
+        metrics.fast_statistics(query, key.numpy())  # type: ignore[arg-type]
 
 
 def test_values_of_small_norm_make_a_small_sink() -> None:

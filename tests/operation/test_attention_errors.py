@@ -226,6 +226,7 @@ def test_arrays_of_numpy_are_refused_in_a_sentence(name: str) -> None:
         (states(3, 5, 5), {"strength": states(2)}, "strength must have shape (3,), one per head, not (2,)"),
         (states(5, 5), {"strength": states(2)}, "strength must have shape (1,), one per head, not (2,)"),
         (states(2, 4, 5), {"is_causal": True}, "causal 'high' with 4 queries and 5 keys lacks the messages"),
+        (states(3, 5, 5), {"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
     ],
 )
 def test_refine_says_what_is_wrong(rows: torch.Tensor, options: dict[str, Any], sentence: str) -> None:

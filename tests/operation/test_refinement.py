@@ -124,8 +124,11 @@ def test_parse(text: str, expected: Refinement) -> None:
         ("", "unknown factor ''"),
         ("high:", "strength must be a number, 'auto' or 'learned', not ''"),
         ("high:strong", "strength must be a number, 'auto' or 'learned', not 'strong'"),
-        ("high,strength=strong", "strength cannot be 'strong' in 'high,strength=strong'"),
-        ("high,steps=two", "steps cannot be 'two' in 'high,steps=two'"),
+        ("high,strength=strong", "strength must be a number, a list, 'auto' or 'learned', not 'strong'"),
+        ("high,steps=two", "steps must be a whole number of at least 1, not 'two'"),
+        ("high,steps=1.5", "steps must be a whole number of at least 1, not '1.5'"),
+        ("high,damping=half", "damping must be a number from 0 up to but not including 1, not 'half'"),
+        ("high:0.1,0.2", "a slash joins strengths of layers, as in high:0.1/0.2"),
         ("high,steps", "cannot read 'steps' in 'high,steps': write strength=... or steps=... or damping=..."),
         ("high,steps=2,steps=3", "steps is given twice in 'high,steps=2,steps=3'"),
         ("high:0.2,strength=0.5", "strength is given twice in 'high:0.2,strength=0.5'"),
@@ -163,6 +166,8 @@ def test_parse_says_what_is_wrong(text: str, sentence: str) -> None:
             "'sinkhorn' takes no steps: 'sinkhorn' balances columns and rows",
         ),
         ({"future": "open"}, "future must be 'strict' or 'paper', not 'open'"),
+        ({"variants": "gate"}, "variants must be a list of names, as in ['gate'], not 'gate'"),
+        ({"variants": None}, "variants must be a list of names, as in ['gate'], not None"),
     ],
 )
 def test_fields_are_checked(fields: dict[str, Any], sentence: str) -> None:

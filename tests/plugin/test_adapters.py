@@ -59,6 +59,14 @@ def test_learned_strengths_are_trained_saved_reloaded_and_merged(family, options
     torch.testing.assert_close(logits(loaded, batch), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_with_an_adapter_in_it_is_not_saved_as_a_refined_model(tmp_path):
+    model = adapted("bert", "high:learned")
+    for given in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match=r"has an adapter \(PEFT\): save what .*merge_and_unload"):
+            saobp.save(given, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_disabled_adapter_shows_the_base():
     base = saobp.apply(tiny_model("bert"), "high:learned")
     for parameter in strength_parameters(base):
@@ -99,6 +107,19 @@ def test_strengths_that_come_after_the_adapter_are_not_saved_with_it(recwarn):
     assert not [one for one in recwarn if "saobp" in str(one.message)]
     with pytest.warns(UserWarning, match=r"does not save learned strengths: call saobp.apply on the base"):
         saobp.apply(base, "high:learned")
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_an_adapter_of_a_plain_model_on_a_refined_one_leaves_its_strengths(trainable, tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=TARGETS["bert"])
+    train(peft.get_peft_model(tiny_model("bert"), config)).save_pretrained(tmp_path)
+    base = saobp.apply(tiny_model("bert"), "high:learned")
+    for parameter in strength_parameters(base):
+        torch.nn.init.constant_(parameter, 0.7)
+    with pytest.warns(UserWarning, match="adapter holds no learned strengths"):
+        model = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=trainable)
+    assert all((own() == 0.7).all() for _, own in named_refinements(model))
+    assert torch.isfinite(logits(model, tiny_batch())).all()
 
 
 def test_an_adapter_of_a_plain_model_is_left_alone():

@@ -107,6 +107,17 @@ def test_a_mask_that_cannot_be_read_is_refused(mask, message):
         call(mask)
 
 
+@pytest.mark.parametrize("length", [8, 10])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_mask_of_another_length_is_refused(family, length):
+    model, ids = saobp.apply(tiny_model(family), "high:0.5"), tiny_batch()["input_ids"]
+    assert ids.shape[1] == 9
+    mask = torch.ones(2, length)
+    mask[:, 0] = 0
+    with pytest.raises(ValueError, match=f"attention_mask has {length} entries for 9 tokens"):
+        model(ids, attention_mask=mask)
+
+
 def test_output_is_laid_out_as_transformers_expects():
     output = call()
     assert output.shape == (2, 7, 4, 8)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from saobp.cli import app
 from saobp.commands import quickstart
 from saobp.metrics.diagnosis.loading import load_model
-from saobp.quickstart import pipeline
+from saobp.quickstart import pipeline, prose
 from saobp.report import MissingPlotlyError
 
 TEXTS = [
@@ -27,7 +27,7 @@ TEXTS = [
 
 @pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "read_prose", lambda progress: progress(1, 1) or TEXTS)
+    monkeypatch.setattr(prose, "read_prose", lambda progress: progress(1, 1) or TEXTS)
     monkeypatch.setattr(pipeline, "VOCABULARY", 150)
     monkeypatch.setattr(pipeline, "FEWEST_STEPS", 2)
     monkeypatch.setattr(pipeline, "TRIAL_SECONDS", 0.0)
@@ -117,10 +117,10 @@ def test_prose_is_read_from_python_itself() -> None:
     sentences = " ".join(["A sentence with words."] * 5)
     code = "   if x == 1: y[0] = f(x, 'a=%s' % 2) + {'b': [1, 2, 3]}"
     blocks = ["Short.", "  " + sentences.replace(". ", ".\n  "), code, "a ::= b " * 20, ">>> " + sentences]
-    assert list(pipeline.paragraphs("\n\n".join(blocks))) == [sentences]
-    assert any(pipeline.docstrings(Path(pipeline.__file__)))
-    assert (len.__doc__ or "") in pipeline.compiled_docstrings()
-    assert (str.split.__doc__ or "") in pipeline.compiled_docstrings()
+    assert list(prose.paragraphs("\n\n".join(blocks))) == [sentences]
+    assert any(prose.docstrings(Path(prose.__file__)))
+    assert (len.__doc__ or "") in prose.compiled_docstrings()
+    assert (str.split.__doc__ or "") in prose.compiled_docstrings()
 
 
 @pytest.mark.usefixtures("few_texts")

@@ -89,6 +89,26 @@ def test_it_opens_on_the_head_and_the_token_that_change_most(
     assert thumbnails.nth(4 * layer + head).get_attribute("aria-pressed") == "true"
 
 
+def test_the_chosen_head_is_in_sight_among_those_of_a_deep_model(chromium: Any, tmp_path: Path) -> None:
+    data = explorer_data(tiny_model("bert", num_hidden_layers=30), example_model()[1], ["one two three four"])
+    page = write_report([], tmp_path / "page.html", explorer=data)
+    opened = Opened(chromium.new_page(viewport={"width": 1280, "height": 900}))
+    for layer in (29, 0, 15):
+        opened.tab.goto("about:blank")
+        opened.open(f"{page.as_uri()}#layer={layer}&head=2")
+        opened.settle()
+        below, height = opened.tab.evaluate(
+            """() => {
+              const list = document.getElementById("thumbnails");
+              const both = [list, list.querySelector("[aria-pressed=true]")];
+              const [outer, inner] = both.map((element) => element.getBoundingClientRect());
+              return [inner.top - outer.top, outer.height - inner.height];
+            }"""
+        )
+        assert 0 <= below <= height
+    opened.tab.close()
+
+
 def test_a_thumbnail_and_the_map_of_heads_open_a_head(tab: Opened) -> None:
     tab.tab.locator("#thumbnails button").nth(1).click()
     tab.settle()

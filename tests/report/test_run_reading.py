@@ -134,6 +134,14 @@ def test_a_partial_run_gives_a_page_and_a_sentence(
     assert data["heads"] or name == "health.jsonl"
 
 
+def test_sentences_cut_alike_are_named_in_one_note() -> None:
+    tokenizer = example_model()[1]
+    for sentences, note in ((2, "Sentences 1, 3 are cut to their first 4 tokens."), (1, "Sentence 1 is cut")):
+        texts = ["one two three four five six", "one", "six five four three two one"][: 2 * sentences - 1]
+        data = explorer_data(tiny_model("bert"), tokenizer, texts, max_tokens=4)
+        assert next(left for left in data["left_out"] if "cut" in left).startswith(note)
+
+
 @pytest.mark.parametrize(
     "broken",
     [

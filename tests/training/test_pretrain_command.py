@@ -94,6 +94,22 @@ def test_dry_run_prints_the_recipe(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_refinement_that_the_model_cannot_take_is_refused_before_texts_are_read(
+    options: list[str], folder: Path
+) -> None:
+    for refinement, sentence in (
+        (("--family", "gpt2", "--refinement", "sinkhorn"), "Sinkhorn attention balances"),
+        (("--size", "tiny", "--refinement", "high:0.1/0.2/0.3"), "lists 3 layers but there are 2"),
+    ):
+        result = run(
+            *refinement, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "runs/one", *options
+        )
+        assert result.exit_code == 1
+        assert sentence in said(result)
+    assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt"]
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -129,7 +145,7 @@ def test_a_tracker_that_cannot_be_used_is_refused_before_anything_is_written(
         (("--set", "betas=1.9,0.3"), "betas must be two numbers from 0"),
         (("--set", "weight_decay=-1"), "weight_decay must be at least 0"),
         (("--seed", "-1"), "seed must be from 0"),
-        (("--recipe", "fast", "--size", "micro"), "the recipe fast has no size 'micro'"),
+        (("--recipe", "modern", "--family", "llama", "--size", "micro"), "modern have no size 'micro'"),
         (("--corpus", "prose.txt", "--data-dir", "nowhere"), "the data folder nowhere does not exist"),
         (("--corpus", "novels"), "there is no text 'novels' and no token store of it in tokens"),
         ((), "tokens holds no token store: name texts by --corpus"),

@@ -49,8 +49,8 @@ def attention_speed(
     compiled: Sequence[int] = COMPILED,
     rows: int = ROWS,
     heads: int = HEADS,
-    turns: int = 7,
-    budget: float = 0.15,
+    turns: int,
+    budget: float,
     notify: Callable[[str], None] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:

@@ -57,8 +57,8 @@ def decoding_speed(
     batches: Sequence[int] = BATCHES,
     keys: int = KEYS,
     shape: Shape = LLAMA,
-    turns: int = 9,
-    budget: float = 0.2,
+    turns: int,
+    budget: float,
     notify: Callable[[str], None] = print,
     save: Callable[[BenchmarkTable], object] = lambda _: None,
 ) -> BenchmarkTable:

@@ -160,7 +160,8 @@ def pretraining(
     """Tokens per second of pretraining, against plain Transformers; on a CPU bert-tiny only."""
     import torch
 
-    from saobp.benchmarking.pretraining import VERSIONS, checked_model, pretraining_speed
+    from saobp.benchmarking.pretraining import checked_model, pretraining_speed
+    from saobp.benchmarking.timed_training import VERSIONS
 
     try:
         names = [checked_model(name.strip()) for name in models.split(",")]

@@ -67,7 +67,7 @@ def evaluate(
         override = None if refinement is None else parse_refinement_option(refinement)
         quiet_transformers()
         if against is not None:
-            from saobp.training.evaluation.blimp import read_items
+            from saobp.training.evaluation.blimp import difference, read_items
 
             if out is None:
                 raise ValueError("--against compares kept results: name a folder for these by --out")
@@ -88,7 +88,7 @@ def evaluate(
                 model, chosen, data_dir=data_dir, folder=out, refinement=override, harness=harness,
                 positions=positions or None, length=length, limit=limit, advance=advance,
             )  # fmt: skip
-        compared = _compared(out, base) if against is not None and out is not None else None
+        compared = None if against is None or out is None else difference(read_items(out), base)
     except (ValueError, OSError) as problem:
         fail(problem)
     if as_json:
@@ -102,13 +102,6 @@ def evaluate(
             print_result(words)
     if out is not None:
         print_note(f"results are in {out}")
-
-
-def _compared(out: Path, base: Any) -> dict[str, Any]:
-    """Paired difference of BLiMP results in a folder from another model's."""
-    from saobp.training.evaluation.blimp import difference, read_items
-
-    return difference(read_items(out), base)
 
 
 def _table(results: dict[str, Any]) -> Table:

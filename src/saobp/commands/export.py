@@ -67,7 +67,8 @@ def export(
 def show(result: Export, form: str) -> None:
     """Print the times of both, and how far their numbers are apart."""
     name = {"onnx": "onnxruntime", "exported": "torch.export", "executorch": "ExecuTorch"}[form]
-    title = f"milliseconds per call, median, {result.threads} thread{'s' if result.threads > 1 else ''}"
+    threads = f"{result.threads} thread{'s' if result.threads > 1 else ''}"
+    title = f"milliseconds per call, and times as fast call by call: medians, {threads}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("batch x tokens", "PyTorch", name, "times as fast"):
         table.add_column(column, justify="right")

@@ -69,6 +69,9 @@ def pretrain(
             raise ValueError("name a folder for the run by --out")
         import_user_code(imports)
         resolved = _recipe(recipe, family, size, steps, set_ or [], seed, refinement, regularizer, corpus)
+        from saobp.training.pretrain import check_refinement
+
+        check_refinement(resolved)
         if dry_run:
             stdout_console().print_json(json.dumps(resolved.to_dict()))
             return
@@ -82,19 +85,16 @@ def pretrain(
             return
         RunFolder(out).check_free(resume)
         from saobp.progress import ProgressBars
-        from saobp.training.dataset import find_pretraining_data
+        from saobp.training.dataset import data_of
         from saobp.training.pretrain import pretrain as train
         from saobp.training.progress import plain_sentences
         from saobp.training.trackers import trackers
 
         trackers(report_to)
         with ProgressBars() as bars:
-            texts = find_pretraining_data(
-                family,
-                corpus,
-                length=resolved.length,
-                seed=seed,
-                tokens=tokens,
+            texts = data_of(
+                resolved,
+                tokens,
                 data_dir=data_dir,
                 tokenizer=tokenizer,
                 vocabulary=vocabulary,

@@ -21,6 +21,7 @@ from saobp.progress import ProgressBars
 
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis.diagnose import Diagnosis
+    from saobp.refinement import Refinement
     from saobp.training.pretrain import Result
 
 STEPS = 1000
@@ -66,24 +67,14 @@ def run(
 ) -> Path | None:
     """Read, tokenise, train twice, diagnose and write; returns the page, or None where plotly is missing."""
     from saobp.commands.diagnose import show as show_heads
-    from saobp.commands.refinement_option import parse_refinement_option
-    from saobp.quickstart import pipeline
+    from saobp.quickstart import pipeline, prose
     from saobp.report.page_assets import MissingPlotlyError
     from saobp.training.pretrain import pretrain
 
-    parsed = parse_refinement_option(refinement)
-    if parsed.is_plain:
-        raise ValueError(
-            "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
-        )
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: name a folder by --out")
-    for name in ("text", "plain", parsed.factor, "index.html"):
-        if (out / name).exists() and not (out / HELD_OUT).exists():
-            raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
+    parsed = _checked(refinement, out)
     with staged(out) as new:
         with ProgressBars() as bars:
-            paragraphs = pipeline.read_prose(bars.add("reading Python's documentation"))
+            paragraphs = prose.read_prose(bars.add("reading Python's documentation"))
             recipe = pipeline.recipe_of(steps)
             bar = bars.add("learning a vocabulary, tokenising")
             texts = pipeline.prepare(paragraphs, new / "text", recipe.length, bar)
@@ -119,6 +110,23 @@ def run(
     show_numbers(ended, diagnoses)
     print_result(f"next: saobp explore {out / parsed.factor / 'model'}")
     return out / "index.html" if has_page else None
+
+
+def _checked(refinement: str, out: Path) -> Refinement:
+    """The refinement, if it is one and ``out`` is new or of an earlier quickstart; else ValueError."""
+    from saobp.commands.refinement_option import parse_refinement_option
+
+    parsed = parse_refinement_option(refinement)
+    if parsed.is_plain:
+        raise ValueError(
+            "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
+        )
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: name a folder by --out")
+    for name in ("text", "plain", parsed.factor, "index.html"):
+        if (out / name).exists() and not (out / HELD_OUT).exists():
+            raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")
+    return parsed
 
 
 @contextmanager

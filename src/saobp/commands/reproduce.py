@@ -150,7 +150,6 @@ def _list(console: Console) -> None:
 def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stages: list[str]) -> None:
     """Pretraining runs with their state, and how many fine-tuning runs and measurements are to do."""
     from saobp.lab import choose_experiments
-    from saobp.lab.stages import is_finetuned, is_measured
     from saobp.runs.folder import RunFolder
     from saobp.runs.machine import environment
 
@@ -165,8 +164,9 @@ def _show_plan(console: Console, plan: ExperimentPlan, folders: LabFolders, stag
         to_do += not run.is_finished
         table.add_row(model.name, state)
     console.print(table)
-    finetuning = sum(not is_finetuned(work, runs) for work in plan.finetune_runs())
-    measuring = sum(not is_measured(work, runs) for work in plan.measurements())
+    finetuning, measuring = (
+        sum(not item.is_done(runs) for item in plan.work_of(stage)) for stage in ("finetune", "measure")
+    )
     summary = (
         f"{to_do} of {len(models)} models to pretrain, {finetuning} fine-tuning runs and {measuring} "
         f"measurements to do on {environment()['hardware']}. Stages: {', '.join(stages)}."

@@ -19,6 +19,7 @@ from saobp.data.tokenizers import separator_of, tokenizer_checksum, tokenizer_te
 from saobp.storage.atomic import NO_ROOM, first_line, reason, replacing
 from saobp.storage.json_files import read_object, write_json
 from saobp.storage.locks import exclusive
+from saobp.storage.manifest import file_checksum
 
 TOKENS, DOCUMENTS, METADATA = "tokens.bin", "documents.npy", "store.json"
 FORMAT = 1
@@ -89,8 +90,7 @@ class TokenStore:
             (TOKENS, self.metadata.tokens_checksum),
             (DOCUMENTS, self.metadata.documents_checksum),
         ):
-            with (self.folder / name).open("rb") as contents:
-                checksum = hashlib.file_digest(contents, "sha256").hexdigest()
+            checksum = file_checksum(self.folder / name)
             if checksum != expected:
                 raise ValueError(
                     f"{self.folder / name} has changed since it was written: its SHA-256 is "
@@ -247,8 +247,6 @@ def _write(
             report(min(done, total), total)
     starts = np.concatenate(ends)
     np.save(folder / DOCUMENTS, starts)
-    with (folder / DOCUMENTS).open("rb") as contents:
-        documents_checksum = hashlib.file_digest(contents, "sha256").hexdigest()
     metadata = StoreMetadata(
         format=FORMAT,
         dtype=dtype.str,
@@ -260,7 +258,7 @@ def _write(
         corpus=corpus.name,
         corpus_checksum=corpus.checksum,
         tokens_checksum=whole.hexdigest(),
-        documents_checksum=documents_checksum,
+        documents_checksum=file_checksum(folder / DOCUMENTS),
     )
     write_json(folder / METADATA, asdict(metadata))
 

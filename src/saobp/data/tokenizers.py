@@ -45,7 +45,8 @@ def load_tokenizer(name: str | Path, data_dir: str | Path | None = None) -> PreT
         files = {"bert": BERT_FILE, "gpt2": " and ".join(GPT2_FILES)}.get(str(name))
         looked = "" if files is None or local is None else f" {local} does not hold {files}, and"
         raise ValueError(
-            f"no tokenizer {str(name)!r}:{looked} it is no folder with a tokenizer and the hub {refused}"
+            f"no tokenizer {str(name)!r}:{looked} it is no folder with a tokenizer and the hub {refused}; "
+            "--tokenizer train:8192 learns one from the texts"
         )
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(

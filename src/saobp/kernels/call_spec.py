@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 SHORT = 128
-"""Longest sequence whose map one program holds."""
+"""Most tokens of a sequence whose attention map one program holds in registers."""
 WHOLE = 256
-"""The same with all registers of a Hopper multiprocessor, forward."""
+"""The same on Hopper, where one program takes all registers of a multiprocessor (``hopper/whole_map.py``)."""
 JOINT = 512
-"""Longest sequence whose row and key sums one Hopper kernel computes together."""
-
+"""Most tokens of a sequence whose row and key sums one Hopper kernel computes (``hopper/joint_sums.py``)."""
 
 WEAK_GAMMA_MIN, WEAK_GAMMA_MAX = -0.25, 0.21
-"""Bounds on gamma within which parabolas give messages to 4e-4, well under bfloat16's rounding."""
+"""A strength is weak if gamma is in this range: parabolas then give messages to 4e-4, well under bfloat16's rounding."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,15 @@ class Block:
 
 
 class CallTensors(NamedTuple):
-    """Tensors of a call, in the order of every operator: states ``[batch, heads, length, dim]``, strengths ``[heads]``
-    (``[steps, heads]`` for several steps), padding ``[batch, length]``, cumulative lengths of a packed batch ``[sequences + 1]``, the seed of dropout ``[1]``."""
+    """Tensors of a call, in the order of every operator.
+
+    query:      ``[batch, heads, length, dim]``
+    key, value: ``[batch, key_heads, length, dim]``
+    strength:   ``[heads]``; for several steps ``[steps, heads]``
+    mask:       of padding ``[batch, length]``: not 0 for real tokens
+    cu:         cumulative lengths of a packed batch ``[sequences + 1]``
+    seed:       of dropout ``[1]``
+    """
 
     query: Tensor
     key: Tensor
@@ -47,8 +53,8 @@ class CallTensors(NamedTuple):
     seed: Tensor | None = None
 
 
-def pointers(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """Tensors of a call for kernels, strength fourth: None is replaced by a dummy tensor, which the kernel never reads."""
+def kernel_tensors(tensors: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors of a call with a dummy, the strength (the fourth), in place of None: kernels take a pointer that they never read."""
     strength = tensors[3]
     return [strength if one is None else one for one in tensors]
 
@@ -75,12 +81,12 @@ class CallNumbers(NamedTuple):
     scale:    of scores
     dropout:  probability
     sign:     of the strength: 1 for factors that repel, -1 for those that attract
-    receives: whose messages a row receives: 0, nobody's; 1, those of all other rows; 2, its own too (a key bias). A
-              number, not a flag: 1 and 2 differ in every kernel
-    bound:    gamma of each head lies between 0 and this number; 0 if such a number is not known
+    receives: whose messages a row receives: 0, nobody's (its own is divided out); 1, those of all other rows; 2, its own
+              too (a key bias)
+    bound:    gamma of each head lies between 0 and this number; 0 if such a number is not known, as with trained strengths
     steps:    of propagation
     damping:  share of the old belief that each of several steps keeps
-    stride:   every so-many-th row sends messages
+    stride:   every how many-th real row sends messages (``message_stride``)
     """
 
     longest: int
@@ -142,7 +148,8 @@ class CallSpec:
 
     @cached_property
     def precise(self) -> int:
-        """How messages are computed: 0, polynomials in half types; 1, exponentials; 2, everything in two floats, for float32."""
+        """PRECISE of the kernels. 0: bfloat16 by polynomials, for known weak strengths; 1: float32 by the hardware's approximate
+        logarithm and reciprocal; 2, for float32 states: full float32, with log-sum-exps in two parts."""
         if self.dtype == torch.float32:
             return 2
         is_weak = self.bound and WEAK_GAMMA_MIN <= self.bound <= WEAK_GAMMA_MAX
@@ -150,7 +157,7 @@ class CallSpec:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Type of the stored key factors: the inputs' type where tiles are refined in it, else float32."""
+        """Type of ``weight``, the stored factors of keys: the inputs' type where tiles are refined in it, else float32."""
         return self.dtype if self.precise == 0 else torch.float32
 
     @property
@@ -160,16 +167,17 @@ class CallSpec:
 
     @property
     def low_plane(self) -> int:
-        """Offset from the first part of the rows' log-sum-exp to the second."""
+        """Offset, in numbers, from the first part of the rows' log-sum-exp to the second, in ``lse_shape``."""
         return self.batch * self.heads * self.length
 
     @property
     def lse_shape(self) -> tuple[int, int, int, int]:
+        """``[parts, batch, heads, length]``."""
         return (2 if self.precise == 2 else 1, self.batch, self.heads, self.length)
 
     @property
     def rows_shape(self) -> tuple[int, int, int]:
-        """One number per row, or per key, of every head."""
+        """``[batch, heads, length]``: one number per row, or per key, of every head."""
         return (self.batch, self.heads, self.length)
 
     @property
@@ -178,12 +186,12 @@ class CallSpec:
 
     @property
     def states_strides(self) -> tuple[int, int, int, int]:
-        """Memory layout ``[batch, length, heads, dim]``, which models use next."""
+        """Strides of ``[batch, heads, length, dim]`` that lies in memory as ``[batch, length, heads, dim]``, which models use next."""
         return (self.length * self.heads * self.dim, self.dim, self.heads * self.dim, 1)
 
     @property
     def gradient_strides(self) -> tuple[int, int, int, int]:
-        """Memory layout of gradients: that of the inputs, since autograd copies what is laid out otherwise."""
+        """Strides of gradients ``[batch, heads, length, dim]``: the inputs', since autograd copies what is laid out otherwise."""
         if not self.heads_first:
             return self.states_strides
         return (self.heads * self.length * self.dim, self.length * self.dim, self.dim, 1)
@@ -212,14 +220,16 @@ class CallSpec:
 
     @property
     def senders(self) -> int:
-        """Most rows of a sequence that send messages."""
+        """The most rows of a sequence that may send messages."""
         return ceil_div(self.length, self.stride)
 
     def programs(self, block: int) -> int:
+        """Grid of a sweep with a program per ``block`` tokens of every head."""
         return ceil_div(self.longest, block) * self.sequences * self.heads
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
+        """Scalar arguments of every kernel, by name."""
         return {
             "heads": self.heads,
             "group": self.group,
@@ -229,6 +239,7 @@ class CallSpec:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
+        """Compile-time arguments of every kernel, by name."""
         return {
             "DIM": self.dim,
             "BLOCK_DIM": max(16, next_power_of_2(self.dim)),
@@ -240,7 +251,7 @@ class CallSpec:
 
     @cached_property
     def message_numbers(self) -> dict[str, float]:
-        """The strength's sign, and coefficients of the parabolas for 1 / (1 - x) and log2(1 - x) / x on [0, bound]."""
+        """The strength's sign, and coefficients r0, r1, r2 of 1 / (1 - x) and l0, l1, l2 of log2(1 - x) / x on [0, bound]."""
         names = ("r0", "r1", "r2", "l0", "l1", "l2")
         if self.precise:
             return {"sign": self.sign, **dict.fromkeys(names, 0.0)}
@@ -250,6 +261,7 @@ class CallSpec:
 
     @cached_property
     def drop_numbers(self) -> dict[str, Any]:
+        """Dropout: weights are kept where a random 32-bit number is at least the threshold, and scaled."""
         return {
             "drop_threshold": min(int(self.dropout * 2**32), 2**32 - 1),
             "keep_scale": 1 / (1 - self.dropout),
@@ -271,8 +283,8 @@ def is_short(longest: int, dim: int, dtype: torch.dtype) -> bool:
     return longest <= SHORT and dim <= 128 and dtype != torch.float32
 
 
-def all_keys(spec: CallSpec) -> int:
-    """Keys of a tile wide enough for the longest sequence."""
+def padded_keys(spec: CallSpec) -> int:
+    """Tokens of the longest sequence as a power of two, 16 or more: the side of a tile that holds its map."""
     return max(16, next_power_of_2(spec.longest))
 
 

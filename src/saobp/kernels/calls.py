@@ -74,12 +74,12 @@ class KernelChoice(NamedTuple):
     """Which kernels of its family a call launches, and how.
 
     weak:        kernels that refine in bfloat16 by polynomials, for strengths known to be weak
-    careful:     kernels in the log domain, against underflow: alone, or after the weak ones for the heads that need it
-    hopper:      kernels written for Hopper, forward
-    hopper_back: the same backward
+    careful:     kernels in the log domain, against underflow: alone, or after faster ones for the heads that need it
+    hopper:      kernels written for Hopper, forward; of up to 128 tokens, backward too
+    hopper_back: the same backward, from 129 tokens on
     joint_sums:  row and key sums in one kernel written for Hopper
     stored:      the backward pass stores the gradients of scores
-    tma: tiles are fetched by TMA (Hopper's tensor memory accelerator)
+    tma:         tiles are fetched by TMA (Hopper's tensor memory accelerator)
     split_axis:  axis of ``[batch, heads, ...]`` that is halved over two streams
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from saobp.kernels.call_spec import JOINT, SHORT, WHOLE, CallNumbers, CallSpec, all_keys, is_short
+from saobp.kernels.call_spec import JOINT, SHORT, WHOLE, CallNumbers, CallSpec, is_short, padded_keys
 from saobp.kernels.calls import POTTS, Call, Family, KernelChoice, Path
 from saobp.propagation.cpu_inference import cpu_obstacle
 from saobp.refinement import MAX_STRENGTH, NO_CAUSAL_STRIDE, Refinement
@@ -191,15 +191,16 @@ HOPPER_MIN_HEADS = 2048
 """Minimum heads for the Hopper kernels of up to 128 tokens. Each tensor descriptor, four forward and seven backward, costs the
 host 11 microseconds per launch; with fewer heads ``short_weak_forward`` is done before four of them are built."""
 WHOLE_MIN_HEADS = 512
-"""Minimum heads for 129 to 256 tokens; also for fewer tokens inside ``for_cuda_graph``, where only the GPU's time counts."""
+"""Minimum heads for the Hopper kernel of 129 to 256 tokens; inside ``for_cuda_graph``, where only the GPU's time counts, also for
+fewer tokens."""
 WHOLE_BACKWARD_MIN_HEADS = 512
-"""Minimum heads for their backward pass, which has eight descriptors. It has no dropout: both of its sweeps would have to make
-the dropout mask."""
+"""Minimum heads for its backward pass, which has eight descriptors and no dropout: both of its sweeps would have to make the
+mask."""
 SUMS_MIN_HEADS, SWEEPS_MAX_LENGTH = 512, 448
 """Minimum heads for row and key sums in one kernel, and the tokens up to which separate sweeps are used instead. Sweeps are
 faster at 320 tokens and slower at 512; lengths between were interpolated."""
 SUMS_DTYPE = torch.bfloat16
-"""The kernel computes in float32 for any half type; in float16 it has not run on a GPU."""
+"""Type of that kernel's states. It computes in float32 for any half type, but in float16 it has not run on a GPU."""
 CAUSAL_MIN_HEADS, CAUSAL_MAX_LENGTH = 128, 1024
 """Minimum heads, about one for each multiprocessor, and maximum tokens of the strict causal kernel for Hopper, which leaves own
 messages out: a key bias takes the sweeps."""
@@ -247,7 +248,8 @@ def select_kernels(
 
     aligned:    whether TMA can fetch its states
     capability: ten times the GPU's compute capability
-    ``weak`` and ``careful``, on which shapes of saved tensors depend, do not depend on these two.
+
+    ``weak`` and ``careful`` of the result follow from the family and the spec alone, since shapes of saved tensors depend on them.
     """
     half = spec.dtype != torch.float32
     tma = half and aligned and spec.dim == 64 and not spec.packed and capability >= HOPPER
@@ -267,9 +269,9 @@ def select_kernels(
 def _short_kernels(spec: CallSpec, hopper: bool) -> KernelChoice:
     """hopper: whether kernels written for Hopper can compute states of this layout."""
     weak = spec.precise == 0 and not spec.may_underflow and spec.stride == 1
-    weak = weak and all_keys(spec) >= 64  # with fewer keys its tiles would be mostly empty
+    weak = weak and padded_keys(spec) >= 64  # with fewer keys its tiles would be mostly empty
     strong = spec.receives > 0 and spec.dtype == ANY_STRENGTH_DTYPE and not (spec.stride > 1 and spec.masked)
-    hopper = hopper and (weak or strong) and all_keys(spec) == SHORT and has_heads(spec, HOPPER_MIN_HEADS)
+    hopper = hopper and (weak or strong) and padded_keys(spec) == SHORT and has_heads(spec, HOPPER_MIN_HEADS)
     return KernelChoice(weak, spec.may_underflow, hopper)
 
 
@@ -310,14 +312,14 @@ def entries(spec: CallSpec) -> int:
 
 
 def has_hopper_kernel(capability: int) -> bool:
-    """Only with versions of Triton known to compile it: Gluon is experimental."""
+    """Whether the Hopper kernels can be used: Gluon is experimental, so only with versions of Triton that are known to compile them."""
     from saobp.kernels.runtime.launcher import LAUNCHES_DIRECTLY
 
     return capability == HOPPER and LAUNCHES_DIRECTLY and not INTERPRETED
 
 
 def split_axis(spec: CallSpec) -> int | None:
-    """Axis of ``[batch, heads, length, dim]`` that is halved for two streams; None if the call is not split.
+    """Axis of ``[batch, heads, length, dim]`` that is halved over two streams; None if the call is not split.
 
     Not with dropout, whose seeds count heads from a call's first one, nor in float32, which stores numbers in two planes.
     """

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -34,11 +32,7 @@ from saobp.lab.arena_records import (
     title_of,
     two_by_two,
 )
-from saobp.lab.equal_time import HEADERS as EQUAL_TIME
-from saobp.lab.equal_time import equal_time_rows
-from saobp.lab.figures import save_figure
-from saobp.lab.forest import forest
-from saobp.lab.result_page import (
+from saobp.lab.cells import (
     format_gain,
     format_percent,
     format_spread,
@@ -46,10 +40,15 @@ from saobp.lab.result_page import (
     made_on,
     markdown_table,
 )
+from saobp.lab.equal_time import HEADERS as EQUAL_TIME
+from saobp.lab.equal_time import equal_time_rows
+from saobp.lab.figures import save_figure
+from saobp.lab.forest import forest
 from saobp.lab.statistics import LEAST_PAIRS, MOST_PAIRS, as_percent, paired_gain, pairs_needed, spread
+from saobp.lab.step_times import StepTimes
 from saobp.lab.tuning import tuning_tables
 from saobp.storage.atomic import write_atomically
-from saobp.storage.json_files import read_json, read_object, write_json
+from saobp.storage.json_files import read_json, write_json
 
 READING = (
     "**How to read.** Every run is paired with one of plain attention with the same recipe, texts and seed. "
@@ -139,7 +138,7 @@ def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[s
             HEADERS if measured is None else (*HEADERS, "time of a step"), list(rows(setting, measured))
         )
         if measured is not None:
-            yield measured.describe(ORIGINAL)
+            yield measured.describe()
         if len(setting.gains()) > 1 and bool(setting.fresh) == confirmed:
             yield _against_each_other(setting)
         combined = list(_together(setting))
@@ -198,7 +197,7 @@ def rows(setting: Setting, times: StepTimes | None = None) -> Iterable[list[str]
         assert perplexities is not None
         mean_text = f"{perplexities.mean:.2f} ({perplexities.seeds})"
         more = results[0].get("parameters", plain) - plain
-        time = [] if times is None else [times.ratio(method, ORIGINAL)]
+        time = [] if times is None else [times.ratio(method)]
         if method == ORIGINAL:
             yield [title_of(method), mean_text, "", "", "", "", f"{plain:,}", *time]
         else:
@@ -230,9 +229,9 @@ def _against_each_other(setting: Setting) -> str:
 
 def _together(setting: Setting) -> Iterable[list[str]]:
     """Each method of a combination alone and with the other, on the seeds that all have."""
-    for first, second, both in combinations(setting.losses, ORIGINAL):
+    for first, second, both in combinations(setting.losses):
         for one, other in ((first, second), (second, first)):
-            gains = two_by_two(setting.losses, ORIGINAL, (one, other, both))
+            gains = two_by_two(setting.losses, (one, other, both))
             cells = ["" if gain is None else format_percent(as_percent(gain)) for gain in gains]
             yield [title_of(one), title_of(other), *cells]
 
@@ -277,57 +276,3 @@ def power(setting: Setting) -> str:
         f"Paired differences have a standard deviation of {typical:.2f} % (median of the methods), so an "
         f"effect of {EFFECT} % needs {needed} pairs to be seen with a probability of 80 %."
     )
-
-
-SHARED = ("family", "size", "batch_size", "length")
-LATER: dict[str, Any] = {"optimizer": "adamw", "masked_share": 0.15}
-"""Fields in which a recipe must agree with the measured one; the later ones with what they were before."""
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a step by method, one number per round; rounds are comparable across methods."""
-
-    file: str
-    setting: Mapping[str, Any]
-    seconds: Mapping[str, list[float]]
-    environment: Mapping[str, str]
-
-    @classmethod
-    def read(cls, path: Path) -> StepTimes:
-        content = read_object(path)
-        missing = [name for name in (*SHARED, "seconds", "environment") if name not in content]
-        if missing:
-            raise ValueError(f"{path} holds no times of steps, as it has no {', '.join(missing)}")
-        if not content["seconds"].get(ORIGINAL):
-            raise ValueError(
-                f"{path} has no times of plain attention ({ORIGINAL}), which others are relative to"
-            )
-        setting = {name: content[name] for name in SHARED} | {
-            n: content.get(n, was) for n, was in LATER.items()
-        }
-        return cls(path.name, setting, content["seconds"], content["environment"])
-
-    def fits(self, recipe: Mapping[str, Any]) -> bool:
-        return all(recipe.get(name, LATER.get(name)) == value for name, value in self.setting.items())
-
-    def ratio(self, method: str, original: str) -> str:
-        """``1.03 [1.02, 1.04]``: time relative to plain attention in the same round, with a 95 % interval."""
-        pairs = zip(self.seconds.get(method, []), self.seconds.get(original, []), strict=False)
-        more = {number: seconds / plain - 1 for number, (seconds, plain) in enumerate(pairs)}
-        gain = paired_gain(more, dict.fromkeys(more, 0.0), higher_is_better=False)
-        if gain is None or method == original:
-            return ""
-        interval = (
-            "" if gain.low is None or gain.high is None else f" [{1 + gain.low:.2f}, {1 + gain.high:.2f}]"
-        )
-        return f"{1 + gain.difference:.2f}{interval}"
-
-    def describe(self, original: str) -> str:
-        plain = self.seconds[original]
-        gpu = self.environment.get("GPU", self.environment["CPU"]).partition(",")[0]
-        return (
-            f"Times of a training step are relative to plain attention's "
-            f"{1e3 * sum(plain) / len(plain):.2f} ms, alone on a quiet {gpu}, in turns, "
-            f"{len(plain)} rounds ([{self.file}]({self.file}))."
-        )

@@ -350,7 +350,7 @@ def _absent(recipe: Mapping[str, Any]) -> dict[str, Any]:
 Losses = Mapping[str, Mapping[int, float]]
 
 
-def combinations(losses: Losses, original: str) -> Iterator[tuple[str, str, str]]:
+def combinations(losses: Losses) -> Iterator[tuple[str, str, str]]:
     """``(first, second, both)``: methods trained alone and together, as in ``a``, ``b``, ``a+b``.
 
     A sum of three is divided at either plus sign.
@@ -359,18 +359,18 @@ def combinations(losses: Losses, original: str) -> Iterator[tuple[str, str, str]
         parts = both.split("+")
         for count in range(1, len(parts)):
             first, second = "+".join(parts[:count]), "+".join(parts[count:])
-            if first in losses and second in losses and original in losses:
+            if first in losses and second in losses and ORIGINAL in losses:
                 yield first, second, both
 
 
 def two_by_two(
-    losses: Losses, original: str, names: tuple[str, str, str]
+    losses: Losses, names: tuple[str, str, str]
 ) -> tuple[Gain | None, Gain | None, Gain | None, Gain | None]:
     """Gains of the first method alone and beside the second, their difference, and that of both together.
 
     Only seeds that all four methods have, so that the four numbers fit together.
     """
-    groups = [losses[name] for name in (*names, original)]
+    groups = [losses[name] for name in (*names, ORIGINAL)]
     seeds = [seed for seed in groups[2] if all(seed in group for group in groups)]
     first, second, both, plain = ({seed: group[seed] for seed in seeds} for group in groups)
     alone = {seed: first[seed] - plain[seed] for seed in seeds}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from saobp.lab.arena_records import ORIGINAL, Setting, title_of
-from saobp.lab.result_page import format_percent, format_verdict
+from saobp.lab.cells import format_percent, format_verdict
 from saobp.lab.statistics import as_percent, paired_gain
 
 MOST_STEPS = 1.2

@@ -52,6 +52,9 @@ class PretrainRun:
     def folder(self, runs: Path) -> Path:
         return runs / self.name
 
+    def is_done(self, runs: Path) -> bool:
+        return RunFolder(self.folder(runs)).is_finished
+
 
 @dataclass(frozen=True)
 class FinetuneRun:
@@ -78,6 +81,9 @@ class FinetuneRun:
         tasks = f"tasks-{self.several}-seeds" if self.several else "tasks"
         return runs / tasks / self.model.name / self.task
 
+    def is_done(self, runs: Path) -> bool:
+        return RunFolder(self.folder(runs)).is_finished
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -92,6 +98,9 @@ class Measurement:
 
     def file(self, runs: Path) -> Path:
         return runs / "measured" / self.model.name / f"{self.measure}.json"
+
+    def is_done(self, runs: Path) -> bool:
+        return self.file(runs).exists()
 
 
 @dataclass(frozen=True)
@@ -155,46 +164,47 @@ class ExperimentPlan:
 
     def finetune_runs(self) -> list[FinetuneRun]:
         """All fine-tuning, seed after seed; of each seed all methods on one task, then on the next."""
-        runs = [
+        runs = self._kept(
             FinetuneRun(model, task, self.task_seeds_of(experiment))
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.family == "bert" and model.other_corpus is None
             for task in experiment.tasks
-        ]
-        kept = {run.name: run for run in runs if matches(run.name, self.only)}
-        tasks = list(dict.fromkeys(run.task for run in kept.values()))
+        )
+        tasks = list(dict.fromkeys(run.task for run in runs))
 
         def order(run: FinetuneRun) -> tuple[int, int, int]:
             seed, tier = self._order(run.model)
             return seed, tasks.index(run.task), tier
 
-        return self._by_pattern(sorted(kept.values(), key=order))
+        return self._by_pattern(sorted(runs, key=order))
 
     def measurements(self) -> list[Measurement]:
         """All measurements."""
-        measurements = [
+        measurements = self._kept(
             Measurement(model, measure)
             for experiment in self.experiments
             for model in self.models_of(experiment)
             if model.other_corpus is None
             for measure in experiment.measures
-        ]
-        kept = {
-            measurement.name: measurement
-            for measurement in measurements
-            if matches(measurement.name, self.only)
-        }
-        return self._by_pattern(sorted(kept.values(), key=lambda measurement: self._order(measurement.model)))
+        )
+        return self._by_pattern(sorted(measurements, key=lambda measurement: self._order(measurement.model)))
+
+    def work_of(self, stage: str) -> Sequence[PretrainRun | FinetuneRun | Measurement]:
+        """All items of the stage ``pretrain``, ``finetune`` or ``measure``."""
+        if stage == "pretrain":
+            return self.pretrain_runs()
+        return self.finetune_runs() if stage == "finetune" else self.measurements()
 
     def _by_pattern(self, work: list[Work]) -> list[Work]:
         return sorted(work, key=lambda item: matching_pattern(item.name, self.only) or 0)
 
-    def _kept(self, models: Iterable[PretrainRun]) -> list[PretrainRun]:
-        named: dict[str, PretrainRun] = {}
-        for model in models:
-            if matches(model.name, self.only):
-                named.setdefault(model.name, model)
+    def _kept(self, work: Iterable[Work]) -> list[Work]:
+        """Items that ``only`` lets through, each name once."""
+        named: dict[str, Work] = {}
+        for item in work:
+            if matches(item.name, self.only):
+                named.setdefault(item.name, item)
         return list(named.values())
 
     @staticmethod

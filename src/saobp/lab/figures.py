@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from saobp.lab.axes import far_beyond, fit, logarithmic
+from saobp.lab.cells import three_digits
 from saobp.lab.method_style import STYLES
 from saobp.lab.methods import METHODS
 from saobp.lab.statistics import Chance, Gain
@@ -95,13 +96,6 @@ def _row(axis: Axes, row: int, key: str, values: Sequence[float], paper: float |
     label, shade = (three_digits(mean), "#222222") if values else ("no number", "#777777")
     beside = axis.get_yaxis_transform()
     axis.text(1.01, row, label, transform=beside, fontsize=8, va="center", color=shade)
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits, for labels next to marks."""
-    if value == 0 or abs(value) >= 999.5:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".")
 
 
 def curves(

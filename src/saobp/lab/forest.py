@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
 from saobp.lab.arena_records import Setting, title_of
-from saobp.lab.result_page import format_percent
+from saobp.lab.cells import format_percent
 from saobp.lab.statistics import Gain
 
 COLOURS = {"gain": "#009e73", "loss": "#d55e00"}

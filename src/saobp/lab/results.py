@@ -138,16 +138,17 @@ class Results:
 
         return self.values(value, family)
 
-    def tuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
-        run = RunFolder(self.tuning(model, task).folder(self.runs))
+    def finetuned(self, model: PretrainRun, task: str) -> dict[str, Any] | None:
+        """The result of fine-tuning a model on a task, if it is finished."""
+        run = RunFolder(self.finetune_run(model, task).folder(self.runs))
         return Fields(run.file(RESULT), run.result) if run.is_finished else None
 
-    def tuning(self, model: PretrainRun, task: str) -> FinetuneRun:
+    def finetune_run(self, model: PretrainRun, task: str) -> FinetuneRun:
         return FinetuneRun(model, task, self.plan.task_seeds_of(self.experiment))
 
     def score(self, model: PretrainRun, task: str) -> float | None:
         """Of the last epoch, in percent."""
-        result = self.tuned(model, task)
+        result = self.finetuned(model, task)
         return None if result is None else result[EPOCH]["mean"]
 
     def scores(self, task: str) -> Values:
@@ -156,25 +157,26 @@ class Results:
 
     def tasks_done(self, tasks: Iterable[str]) -> list[str]:
         """Tasks on which any model was fine-tuned."""
-        return [task for task in tasks if any(self.tuned(model, task) for model in self.models())]
+        return [task for task in tasks if any(self.finetuned(model, task) for model in self.models())]
 
     def tasks_of_all(self, tasks: Iterable[str]) -> list[str]:
         """Tasks on which all fine-tuned methods have results, so that means compare."""
         done = self.tasks_done(tasks)
         by_method = {
-            task: {model.method.key for model in self.models() if self.tuned(model, task)} for task in done
+            task: {model.method.key for model in self.models() if self.finetuned(model, task)}
+            for task in done
         }
         everyone = set().union(*by_method.values())
         return [task for task in done if by_method[task] == everyone]
 
     def is_partial(self, task: str) -> bool:
         """Whether any model was fine-tuned on a partial or replaced task."""
-        results = (self.tuned(model, task) for model in self.models())
+        results = (self.finetuned(model, task) for model in self.models())
         return any(result["partial"] for result in results if result is not None)
 
     def epochs(self, model: PretrainRun, task: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Metrics and health of each epoch of a fine-tuning run."""
-        run = RunFolder(seed_folder(self.tuning(model, task).folder(self.runs), model.seed))
+        run = RunFolder(seed_folder(self.finetune_run(model, task).folder(self.runs), model.seed))
         health = {line["step"]: line for line in run.health()}
         for line in run.metrics():
             if line["step"] in health and any(name.startswith("eval_") for name in line):
@@ -194,11 +196,11 @@ class Results:
     def _later_records(self, model: PretrainRun) -> list[dict[str, Any]]:
         records = []
         for task in self.experiment.tasks if model.other_corpus is None else ():
-            tuning = self.tuning(model, task)
-            for seed in tuning.seeds:
-                run = RunFolder(seed_folder(tuning.folder(self.runs), seed))
+            finetuning = self.finetune_run(model, task)
+            for seed in finetuning.seeds:
+                run = RunFolder(seed_folder(finetuning.folder(self.runs), seed))
                 if run.is_finished:
-                    records.append(_recorded(tuning.record_name(seed), "finetune", run))
+                    records.append(_recorded(finetuning.record_name(seed), "finetune", run))
         for measure in self.experiment.measures if model.other_corpus is None else ():
             measurement = self.measured(model, measure)
             if measurement is not None:
@@ -211,8 +213,8 @@ class Results:
         """Names of the missing runs and measurements."""
         plan = ExperimentPlan([self.experiment], self.plan.scale, self.plan.seeds)
         names = [model.name for model in plan.pretrain_runs() if not self.is_there(model)]
-        names += [t.name for t in plan.finetune_runs() if not RunFolder(t.folder(self.runs)).is_finished]
-        return names + [m.name for m in plan.measurements() if not m.file(self.runs).exists()]
+        later: list[FinetuneRun | Measurement] = [*plan.finetune_runs(), *plan.measurements()]
+        return names + [item.name for item in later if not item.is_done(self.runs)]
 
 
 def recorded_runs(out: Path, scale: str, target: str = "*") -> dict[str, dict[str, Any]]:

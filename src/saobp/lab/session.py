@@ -16,7 +16,7 @@ from saobp.lab.experiment_plan import ExperimentPlan, Measurement
 from saobp.lab.measurements import TIMED_ALONE
 from saobp.lab.results import RESTORED
 from saobp.lab.scales import Scale
-from saobp.lab.stages import DataSources, finetune_all, is_finetuned, is_measured, measure_all, pretrain_all
+from saobp.lab.stages import DataSources, finetune_all, measure_all, pretrain_all
 from saobp.lab.synthetic_tasks import write_synthetic_data
 from saobp.lab.work_queue import Notify, StageResult
 from saobp.runs.folder import RunFolder
@@ -140,12 +140,7 @@ class Session:
 
     def count_missing(self, stage: str) -> int:
         """Items of a stage that are not done."""
-        runs, plan = self.folders.runs, self.plan
-        if stage == "pretrain":
-            return sum(not RunFolder(item.folder(runs)).is_finished for item in plan.pretrain_runs())
-        if stage == "finetune":
-            return sum(not is_finetuned(item, runs) for item in plan.finetune_runs())
-        return sum(not is_measured(item, runs) for item in plan.measurements())
+        return sum(not item.is_done(self.folders.runs) for item in self.plan.work_of(stage))
 
     def _tokenize(self) -> None:
         models = self.plan.pretrain_runs()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
-
-import torch
 
 from saobp.data.tasks import Task, load_task
 from saobp.lab.experiment_plan import FinetuneRun, Measurement, PretrainRun, check_same
@@ -21,6 +17,7 @@ from saobp.lab.work_queue import Notify, StageResult, WorkItem, work_through
 from saobp.runs.folder import RunFolder
 from saobp.runs.machine import command_line, commit, environment
 from saobp.storage.json_files import write_json
+from saobp.training.compiled_step import free_memory
 from saobp.training.dataset import PretrainingData, find_pretraining_data
 from saobp.training.finetune import finetune, recipe_for
 from saobp.training.pretrain import pretrain
@@ -41,7 +38,7 @@ class DataSources:
         return replace(texts, train=texts.train.with_seed(recipe.seed))
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def _texts(sources: DataSources, family: str, corpus: str, length: int) -> PretrainingData:
     """Cached for all seeds, since verifying a token store reads every token."""
     return find_pretraining_data(
@@ -117,21 +114,18 @@ def finetune_all(
 
     def run(one: FinetuneRun) -> None:
         began = time.monotonic()
-        try:
-            result = finetune(
-                one.model.folder(runs) / "model",
-                _task(one.task, sources.data_dir, sources.scale.rows),
-                one.folder(runs),
-                seeds=one.seeds,
-                recipe=recipe_for(one.task, epochs=sources.scale.epochs),
-                keep_model=False,
-            )
-        finally:
-            free_memory()
+        result = finetune(
+            one.model.folder(runs) / "model",
+            _task(one.task, sources.data_dir, sources.scale.rows),
+            one.folder(runs),
+            seeds=one.seeds,
+            recipe=recipe_for(one.task, epochs=sources.scale.epochs),
+            keep_model=False,
+        )
         seconds = time.monotonic() - began
         progress(f"{one.name}: {result['metric']} {result['last']['mean']:.2f} in {seconds:.0f} s")
 
-    return _with_models(work, is_finetuned, run, runs, notify, progress)
+    return _with_models(work, run, runs, notify, progress)
 
 
 def measure_all(
@@ -145,12 +139,9 @@ def measure_all(
 
     def run(one: Measurement) -> None:
         model = RunFolder(one.model.folder(runs)).model
-        try:
-            measurement = take_measurement(
-                one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir
-            )
-        finally:
-            free_memory()
+        measurement = take_measurement(
+            one.measure, model, sources.scale, one.model.recipe.length, sources.data_dir
+        )
         record = {
             "run": one.model.name,
             "command": command_line(),
@@ -163,15 +154,7 @@ def measure_all(
         write_json(path, {**record, **measurement})
         progress(f"{one.name}: {measurement['seconds']:.1f} s")
 
-    return _with_models(work, is_measured, run, runs, notify, progress)
-
-
-def is_finetuned(one: FinetuneRun, runs: Path) -> bool:
-    return RunFolder(one.folder(runs)).is_finished
-
-
-def is_measured(one: Measurement, runs: Path) -> bool:
-    return one.file(runs).exists()
+    return _with_models(work, run, runs, notify, progress)
 
 
 def missing_model(model: PretrainRun, runs: Path) -> str:
@@ -187,18 +170,24 @@ def _task(name: str, data_dir: Path | None, limit: int | None) -> Task:
 
 def _with_models(
     work: Sequence[Work],
-    is_done: Callable[[Work, Path], bool],
     run: Callable[[Work], None],
     runs: Path,
     notify: Notify,
     progress: Notify,
 ) -> StageResult:
     """Run the items whose models are there; one sentence names the missing ones."""
+
+    def run_and_free(item: Work) -> None:
+        try:
+            run(item)
+        finally:
+            free_memory()
+
     items = [
         WorkItem(
             item.name,
-            partial(is_done, item, runs),
-            partial(run, item),
+            partial(item.is_done, runs),
+            partial(run_and_free, item),
             partial(missing_model, item.model, runs),
         )
         for item in work
@@ -212,15 +201,3 @@ def _with_models(
             f"{', '.join(missing[:NAMED])}{more}; pretrain them first (--stage pretrain)"
         )
     return result
-
-
-def free_memory() -> None:
-    """Free the last model and its CUDA graphs, which hold gigabytes.
-
-    Compiled code stays in the disk cache.
-    """
-    if torch.cuda.is_available():
-        torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

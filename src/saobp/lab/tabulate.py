@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from saobp.lab.cells import markdown_table
 from saobp.lab.experiment_plan import ExperimentPlan
 from saobp.lab.experiments import EXPERIMENTS, Experiment
 from saobp.lab.method_style import STYLES
 from saobp.lab.pages import PAGES
-from saobp.lab.result_page import ANSWERS, Page, markdown_table
+from saobp.lab.result_page import ANSWERS, Page
 from saobp.lab.results import RESTORED, Results, recorded_runs
 from saobp.lab.scales import SCALES
 from saobp.lab.statistics import UNDECIDED, Status

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from saobp.lab.arena_records import ORIGINAL, Setting, in_fields, method_of, settings_of
-from saobp.lab.result_page import markdown_table
+from saobp.lab.cells import markdown_table
 
 
 def tuning_tables(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from saobp.arguments import check_lengths, check_states, read_padding, read_strength
+from saobp.arguments import (
+    check_lengths,
+    check_no_variants,
+    check_numbers,
+    check_states,
+    read_padding,
+    read_strength,
+    require_tensors,
+)
 from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.entropy import (
     attention_entropy,
@@ -67,7 +75,10 @@ def measure(
     gradient.
     """
     refinement = PLAIN if refinement is None else Refinement.of(refinement)
+    check_no_variants(refinement)
+    require_tensors(query=query, key=key)
     check_states(query, key, key)
+    check_numbers(is_causal, 0.0, scale)
     padding_mask = read_padding(None, padding_mask, (query.shape[0], key.shape[-2]), query.device)
     if padding_mask is not None and not bool(padding_mask.any(-1).all()):
         raise ValueError("padding_mask leaves a text without any real token")
@@ -95,11 +106,11 @@ def measure(
 
 def measure_heads(
     heads: AttentionInputs,
-    method: Method = "exact",
-    statistics: Collection[str] | None = None,
+    method: Method,
+    statistics: Collection[str] | None,
     *,
-    beta: float = BETA,
-    hops: int = HOPS,
+    beta: float,
+    hops: int,
     sampling: Sampling | None = None,
     on_maps: OnMaps | None = None,
 ) -> dict[str, Estimate]:
@@ -177,7 +188,7 @@ OnMaps = Callable[[slice, Tensor], object]
 
 
 def exact_statistics(
-    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None = None
+    heads: AttentionInputs, names: tuple[str, ...], beta: float, hops: int, on_maps: OnMaps | None
 ) -> dict[str, Estimate]:
     """Each statistic of every head, ``[batch, heads]``; ``on_maps`` is called with all maps, block by block.
 

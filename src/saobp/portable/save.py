@@ -7,6 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.portable.code import add_code, check_portable, refinement_of, weights_of
@@ -14,6 +15,7 @@ from saobp.portable.model_card import card_for
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
 from saobp.storage.atomic import replacing
 from saobp.storage.manifest import CARD
+from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
 
 
@@ -33,6 +35,11 @@ def save(
     run:       the folder of the run that trained the model, for the card
     results:   other numbers for the card, each ``(name, value, (low, high) or None, what it is measured on)``
     """
+    if isinstance(model, nn.Module) and has_adapter(model):
+        raise ValueError(
+            "the model has an adapter (PEFT): save what model.merge_and_unload() returns, or the adapter "
+            "alone with model.save_pretrained(folder)"
+        )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"saobp.save takes a Transformers model, not {type(model).__name__}: give it the model inside"

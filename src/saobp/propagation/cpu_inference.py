@@ -85,10 +85,10 @@ def plain_attention(
     value: Tensor,
     visible: Tensor | None,
     *,
-    bias: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    bias: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None,
 ) -> Tensor:
     """Attention without refinement by PyTorch's own operation; rows that see no key give zeros.
 

@@ -243,7 +243,7 @@ def gtd_scale() -> dict[str, Any]:
     ticks = [
         (LOCALISED_BELOW / 2, f"localised<br>below {LOCALISED_BELOW:g}"),
         ((HEALTHY_FROM + HEALTHY_TO) / 2, f"<b>healthy</b><br>{HEALTHY_FROM:g} to {HEALTHY_TO:g}"),
-        ((1 + DIFFUSE_ABOVE) / 2, f"diffuse<br>above {DIFFUSE_ABOVE:g}"),
+        ((1 + DIFFUSE_ABOVE) / 2, f"high<br>above {DIFFUSE_ABOVE:g}"),
     ]
     limits = ((LOCALISED_BELOW, HEALTHY_FROM), (HEALTHY_TO, DIFFUSE_ABOVE))
     return _heat_map("gtd", (0.0, 1.0), GTD_SCALES, ticks, limits)

@@ -56,14 +56,20 @@ def explorer_data(
     limit = max_input_length(model)
     max_length = max_tokens if limit is None else min(max_tokens, limit)
     looks, left_out = [], []
+    shortened: dict[int, list[str]] = {}
     for index, sentence in enumerate(sentences, 1):
         ids, tokens, cut = encode_sentence(tokenizer, sentence, max_length)
         if len(tokens) < 2:
             left_out.append(f"Sentence {index} has fewer than two tokens and is not shown.")
             continue
         if cut:
-            left_out.append(f"Sentence {index} is cut to its first {len(tokens)} tokens.")
+            shortened.setdefault(len(tokens), []).append(str(index))
         looks.append((sentence[:TEXT_CHARACTERS], tokens, _layers_of(model, ids)))
+    for count, cut_ones in shortened.items():
+        which = (
+            f"s {', '.join(cut_ones)} are cut to their" if cut_ones[1:] else f" {cut_ones[0]} is cut to its"
+        )
+        left_out.append(f"Sentence{which} first {count} tokens.")
     if not looks:
         raise ValueError("there is no sentence of at least two tokens to look at")
     layers = looks[0][2]

@@ -14,6 +14,12 @@ MANIFEST = "manifest.json"
 CARD = "README.md"
 
 
+def file_checksum(file: Path) -> str:
+    """SHA-256 of a file's contents."""
+    with file.open("rb") as contents:
+        return hashlib.file_digest(contents, "sha256").hexdigest()
+
+
 @contextmanager
 def folder_with_manifest(path: Path) -> Iterator[Path]:
     """Context with a folder to fill; gets its manifest and is renamed to ``path`` only if nothing fails.
@@ -36,8 +42,7 @@ def write_manifest(folder: Path) -> None:
     sums = {}
     files = (file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
     for file in sorted(files):
-        with file.open("rb") as opened:
-            sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
+        sums[file.relative_to(folder).as_posix()] = file_checksum(file)
     write_json(folder / MANIFEST, sums)
 
 
@@ -62,8 +67,7 @@ def damage(folder: Path) -> str | None:
         return f"its {MANIFEST} cannot be read"
     for name, expected in sums.items():
         try:
-            with (folder / name).open("rb") as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            checksum = file_checksum(folder / name)
         except OSError:
             return f"{name} is missing or cannot be read"
         if checksum != expected:

@@ -60,21 +60,15 @@ def assert_within_budget(
     scale: float | None = None,
     gradients: bool = True,
     frozen: bool = False,
-    times: float = 2.0,
     attn_mask: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> list[Error]:
     """Assert that output and gradients are within the budget; returns the measured errors.
 
-    The device is that of ``inputs``. Each result may be off by ``times`` the plain path's error, plus
-    rounding the result once and the terms it sums up twice. Where the plain path is right by luck, its
-    error counts as no less than what moving the inputs and, one by one, the scores by a rounding of the
-    arithmetic (float32 or better) would do; for a strength, which has too few entries for one error to be a
-    fair sample, a rounding of the inputs' own precision. A ``frozen`` strength has no gradient.
+    The device is that of ``inputs``. Each result may be off by twice the plain path's error, plus rounding
+    the result once and the terms it sums up twice. A ``frozen`` strength has no gradient.
     """
-    dim = inputs.query.shape[-1]
-    scale = dim**-0.5 if scale is None else scale
-
+    scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
     specification = operation_of(
         refinement, inputs, is_causal=is_causal, scale=scale, attn_mask=attn_mask,
         sliding_window=sliding_window, backend="reference",
@@ -82,9 +76,48 @@ def assert_within_budget(
     double = inputs.to(torch.float64)
     arithmetic = torch.promote_types(inputs.dtype, torch.float32)
     exact = run(specification, double, gradients)
-    plain = run(specification, inputs, gradients)
+    if frozen:
+        exact.pop("strength", None)
+    expected = _plain_errors(specification, inputs, exact, arithmetic, gradients)
     found = run(candidate, inputs, gradients)
-    expected = {name: distance(plain[name], truth) for name, truth in exact.items()}
+    sizes = _sizes_before_cancellation(double, scale)
+    result_step, term_step = torch.finfo(inputs.dtype).eps / 2, 2 * torch.finfo(arithmetic).eps
+    errors = []
+    for name, truth in exact.items():
+        got = found[name]
+        if got.shape != truth.shape:
+            raise AssertionError(f"{name} has shape {tuple(got.shape)} instead of {tuple(truth.shape)}")
+        if not torch.isfinite(got).all():
+            raise AssertionError(f"{name} has entries that are not finite")
+        allowed = Distance(
+            *(
+                2 * error + result_step * size + term_step * terms
+                for error, size, terms in zip(expected[name], _size(truth), sizes[name], strict=True)
+            )
+        )
+        errors.append(Error(name, distance(got, truth), allowed))
+    outside = [str(error) for error in errors if not error.within]
+    if outside:
+        raise AssertionError("outside the error budget: " + "; ".join(outside))
+    return errors
+
+
+def _plain_errors(
+    specification: Operation,
+    inputs: AttentionInputs,
+    exact: dict[str, Tensor],
+    arithmetic: torch.dtype,
+    gradients: bool,
+) -> dict[str, Distance]:
+    """Error of the plain path in the precision of ``inputs``, by result.
+
+    Where the plain path is right by luck, its error counts as no less than what moving the inputs and, one by
+    one, the scores by a rounding of the arithmetic (float32 or better) would do; for a strength, which has
+    too few entries for one error to be a fair sample, a rounding of the inputs' own precision.
+    """
+    double, dim = inputs.to(torch.float64), inputs.query.shape[-1]
+    plain = run(specification, inputs, gradients)
+    errors = {name: distance(plain[name], truth) for name, truth in exact.items()}
     for seed in range(3):
         moved = run(
             specification, _scores_moved(_jittered(double, arithmetic, seed), arithmetic, seed), gradients
@@ -94,28 +127,7 @@ def assert_within_budget(
         if gradients and inputs.dtype != arithmetic:
             moved["strength"] = run(specification, _jittered(double, inputs.dtype, seed))["strength"]
         for name, truth in exact.items():
-            expected[name] = Distance(*map(max, expected[name], distance(moved[name], truth)))
-    sizes = _sizes_before_cancellation(double, scale)
-    result_step, term_step = torch.finfo(inputs.dtype).eps / 2, 2 * torch.finfo(arithmetic).eps
-    errors = []
-    if frozen:
-        exact.pop("strength", None)
-    for name, truth in exact.items():
-        got = found[name]
-        if got.shape != truth.shape:
-            raise AssertionError(f"{name} has shape {tuple(got.shape)} instead of {tuple(truth.shape)}")
-        if not torch.isfinite(got).all():
-            raise AssertionError(f"{name} has entries that are not finite")
-        allowed = Distance(
-            *(
-                times * error + result_step * size + term_step * terms
-                for error, size, terms in zip(expected[name], _size(truth), sizes[name], strict=True)
-            )
-        )
-        errors.append(Error(name, distance(got, truth), allowed))
-    outside = [str(error) for error in errors if not error.within]
-    if outside:
-        raise AssertionError("outside the error budget: " + "; ".join(outside))
+            errors[name] = Distance(*map(max, errors[name], distance(moved[name], truth)))
     return errors
 
 

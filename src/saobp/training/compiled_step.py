@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -110,6 +111,17 @@ def gpu_options() -> dict[str, Any] | None:
     """Arguments of torch.compile on a GPU."""
     known = torch._inductor.list_options()
     return {name: value for name, value in COMPILER_SETTINGS.items() if name in known} or None
+
+
+def free_memory() -> None:
+    """Free the last model with its compiled code and CUDA graphs, which hold gigabytes.
+
+    Compiled code stays in the disk cache.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +26,7 @@ from saobp.data.tokenizers import tokenizer_checksum
 from saobp.sizes import DECODERS
 from saobp.storage.atomic import is_unfinished
 from saobp.training.objectives import MaskedLM
+from saobp.training.recipes import PretrainRecipe
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]+$")
 """Name of a dataset on the hub."""
@@ -84,6 +86,13 @@ def find_pretraining_data(
         prefix=None if family in DECODERS else prefix_of(loaded),
     )
     return PretrainingData(blocks(split="train"), blocks(split="validation") if held_out else None, loaded)
+
+
+def data_of(recipe: PretrainRecipe, tokens: str | Path, **options: Any) -> PretrainingData:
+    """:func:`find_pretraining_data` for a recipe."""
+    return find_pretraining_data(
+        recipe.family, recipe.corpus, length=recipe.length, seed=recipe.seed, tokens=tokens, **options
+    )
 
 
 def _corpora_to_tokenise(

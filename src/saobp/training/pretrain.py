@@ -184,6 +184,16 @@ def tensor_core_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def check_refinement(recipe: PretrainRecipe) -> None:
+    """Raises if the recipe's model cannot take its refinement; makes no weights."""
+    if recipe.refinement is None:
+        return
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # strengths of "auto" depend on the vocabulary, which is not known
+        model = build_model(recipe.family, recipe.size, vocabulary=8192, length=recipe.length)
+        apply(model, recipe.refinement)
+
+
 def new_model(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The recipe's model with random weights from its seed, refined as it says."""
     model = build_model(

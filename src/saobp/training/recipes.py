@@ -186,7 +186,9 @@ def fast(family: str, size: str) -> PretrainRecipe:
     shape_of(family, size)
     by_size = {"tiny": (2000, 2e-3), "mini": (8000, 1e-3), "small": (16_000, 7e-4), "medium": (24_000, 5e-4)}
     if size not in by_size:
-        raise ValueError(f"the recipe fast has no size {size!r}: choose tiny, mini, small or medium")
+        raise ValueError(
+            f"the recipes fast and modern have no size {size!r}: choose tiny, mini, small or medium"
+        )
     steps, rate = by_size[size]
     if family in DECODERS:
         steps //= 2

@@ -18,30 +18,50 @@ from saobp.transformers.layer_refinement import SUBMODULE, named_refinements, st
 
 TUNERS = "peft.tuners.tuners_utils"
 """The PEFT module that defines the injection of adapters."""
+LOADED = "saobp_loaded"
+"""Attribute of a config that was read from a saved adapter."""
 
 
 def patch_adapters(tuners: ModuleType) -> None:
-    """Wrap ``inject_adapter``, which all kinds of adapters use, when created and when loaded."""
+    """Wrap ``inject_adapter``, which all kinds of adapters use, and note which configs were loaded."""
     original = tuners.BaseTuner.inject_adapter
     if hasattr(original, "saobp"):
         return
+    mixin = next(kind for kind in tuners.PeftConfig.__mro__ if "from_pretrained" in vars(kind))
+    read_config = mixin.from_pretrained.__func__
 
     @wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         mark_adapter(self.peft_config[adapter_name], model)
         return original(self, model, adapter_name, *args, **kwargs)
 
+    @wraps(read_config)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        config = read_config(cls, *args, **kwargs)
+        setattr(config, LOADED, True)
+        return config
+
     inject_adapter.saobp = True  # type: ignore[attr-defined]
     tuners.BaseTuner.inject_adapter = inject_adapter
+    mixin.from_pretrained = classmethod(from_pretrained)
 
 
 def mark_adapter(config: Any, model: nn.Module) -> None:
-    """Name the refinement in an adapter's config; warns if one that names it is added to a plain model."""
+    """Name the refinement in a new adapter's config; warns if a saved one was made for a model of the other
+    kind, plain or with learned strengths."""
     if not hasattr(config, "modules_to_save"):
         return
     saved = list(config.modules_to_save or ())
     is_refined = any(True for _ in named_refinements(model))
     if is_refined and SUBMODULE not in saved:
+        if hasattr(config, LOADED) and strength_parameters(model):
+            warnings.warn(
+                "this adapter holds no learned strengths, since its model had none when it was added: those "
+                "of the base stay as they are and are not trained with it",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
         config.modules_to_save = [*saved, SUBMODULE]
     if not is_refined and SUBMODULE in saved:
         warnings.warn(
@@ -55,13 +75,16 @@ def mark_adapter(config: Any, model: nn.Module) -> None:
 
 def warn_of_earlier_adapter(model: nn.Module) -> None:
     """Warn if a model that gets learned strengths has an adapter already, which does not save them."""
-    tuners = sys.modules.get(TUNERS)
-    if tuners is None or not strength_parameters(model):
-        return
-    if any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules()):
+    if strength_parameters(model) and has_adapter(model):
         warnings.warn(
             "this model has an adapter already, which does not save learned strengths: call saobp.apply on "
             "the base model, then add the adapter",
             UserWarning,
             stacklevel=3,
         )
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether layers of PEFT stand in the model."""
+    tuners = sys.modules.get(TUNERS)
+    return tuners is not None and any(isinstance(module, tuners.BaseTunerLayer) for module in model.modules())

@@ -206,7 +206,7 @@ def reject(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if name is not None:
         raise ValueError(
             f"{type(module).__name__} passes {name!r}, which refined attention cannot honour: leave it out, "
-            "or use another attention implementation"
+            "or call saobp.remove(model) if the model itself passes it"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+if TYPE_CHECKING:
+    from saobp.transformers.cached_attention import Prefill
+
 MAX_CROPPED_ROWS = 128
 """Rows that ``crop`` can remove from a cache which records its past."""
 ROWS_PER_CHUNK = 1024
 """Rows of a prompt refined at a time, which bounds the map in memory."""
-
-
-class DeferredPrefill(Protocol):
-    """A first call whose messages can be computed later."""
-
-    def compute_messages(self, messages: MessageCacheLayer) -> None: ...
 
 
 class MessageCacheLayer(ABC):
@@ -49,7 +46,7 @@ class MessageCacheLayer(ABC):
     past: Tensor | None = None
     snapshots: tuple[Tensor | None, ...] = ()
     filled_by: str | None = None
-    prefill: DeferredPrefill | None = None
+    prefill: Prefill | None = None
     record_past: bool = False
     stale: bool = False
     keys: Tensor | None
@@ -80,7 +77,7 @@ class MessageCacheLayer(ABC):
                 "other ones: start from an empty cache"
             )
 
-    def defer(self, prefill: DeferredPrefill) -> None:
+    def defer(self, prefill: Prefill) -> None:
         """Defer the messages of a first call: training and scoring never need them."""
         self.prefill = prefill
         self.stale = False

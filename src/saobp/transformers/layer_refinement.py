@@ -278,12 +278,17 @@ def strength_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     Includes other per-head parameters of variants.
     """
-    return [
-        parameter
-        for _, layer_refinement in named_refinements(model)
+    return list(named_strengths(model).values())
+
+
+def named_strengths(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The same by number of the layer and name, as in ``0.strength_bias``."""
+    return {
+        f"{layer}.{name}": parameter
+        for layer, (_, layer_refinement) in enumerate(named_refinements(model))
         for name, parameter in layer_refinement.named_parameters()
         if name.endswith(PER_HEAD)
-    ]
+    }
 
 
 def _why_not_cached(refinement: Refinement, factor: Any) -> str:

@@ -26,8 +26,8 @@ def masked_path(
     mask: Tensor | None,
     window: int | None,
     *,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
+    dropout_p: float,
+    scale: float | None,
 ) -> Path:
     """The path of a bidirectional call on as many queries as keys; arguments as :func:`masked_output`."""
     length = states[0].shape[-2]

@@ -54,6 +54,8 @@ def saobp_mask(
     starts = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     covered = attention_mask is None or attention_mask.shape[-1] == kv_length
     square = starts and covered and q_length == kv_length
+    if starts and attention_mask is not None and q_length > kv_length:
+        raise ValueError(f"attention_mask has {kv_length} entries for {q_length} tokens: give one for each")
     if square and (may_skip or is_plain_window(allow_is_causal_skip, allow_is_bidirectional_skip, **kwargs)):
         if attention_mask is None or is_tracing(attention_mask) or not bool(attention_mask.all()):
             return attention_mask
@@ -121,6 +123,8 @@ def graph_of(
             return FactorGraph(visible, causal=strict), None
         window = read_window(window, queries, keys)
         return build_graph(queries, keys, refinement, mask, causal, query.device, window=window), None
+    if not causal and isinstance(mask, Tensor) and mask.shape[-1] > keys:
+        raise ValueError(f"attention_mask has {mask.shape[-1]} entries for {keys} tokens: give one for each")
     graph, bias = read_mask(mask, queries, keys, causal=strict)
     if not causal:
         check_two_way(graph, queries, refinement)

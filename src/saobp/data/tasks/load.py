@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from saobp.data.tasks.catalogue import TaskSpec, get_task
 from saobp.data.tasks.checks import WrongRowsError, check_overlap, check_rows
 from saobp.storage.atomic import first_line
+from saobp.storage.manifest import file_checksum
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def load_split(spec: TaskSpec, split: str, data_dir: str | Path | None = None) -
     else:
         path = find_file(spec, split, Path(data_dir))
         table, source = read_table(path), str(path)
-        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        checksum = file_checksum(path)
         named_officially = path.stem == spec.files(split)[0]
     labels = check_rows(table, spec, source)
     official = spec.official[split]

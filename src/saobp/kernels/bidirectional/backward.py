@@ -1,21 +1,24 @@
+# mypy: ignore-errors
 """Gradients for long bidirectional sequences: three sweeps, no atomics.
 
-With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D) and u = a / (1 - gamma a):
+With P the refined rows, D = rowsum(dO * O), dT = P * (dP - D), dP = dO V^T, and u = a / (1 - gamma a):
 
 1. ``value_gradient`` (over keys): dV = P^T dO and dc = sum_j dT = V . dV - P^T D.
 2. ``query_gradient`` (over rows): H = u (dT - dc), E = rowsum(H), dQ = (dT + gamma H) K - t (a K) with
    t = gamma E, where the last product saves a separate sweep for E.
 3. ``key_gradient`` (over keys): dK = (dT + gamma H - a t)^T Q.
 
-The derivative with respect to gamma is the sum of E. Trained strengths count as unknown.
+The derivative with respect to gamma is the sum of E, which is not stored for known weak strengths (PRECISE 0).
+
+Names in the code: ``delta`` is D, ``dp`` dP, ``d_logits`` dT, ``sums_grad`` dc, ``d_message`` H, ``strength_grad`` E, ``row_term`` t.
 
 In a collapsed row gradients are what is left after large terms cancel. So every sweep takes dO divided by the
 row's normaliser and rounded (``scaled_gradients``), and D from the same rounded values; and dV and P^T D come from
-the same rounded weights. The rounding error of rowsum(dT), which is exactly 0, is removed within t as far as P is
-parallel to a; in a sink that other rows' messages suppress it is not.
+the same rounded weights. What rounding leaves of rowsum(dT), which should be 0, is taken out with t as far as P lies along a;
+in a sink that other rows' messages suppress it does not.
 
 If a row's normaliser may be so small that a product of weights underflows, every sweep is launched twice: CAREFUL,
-with ``key_part`` as a logarithm instead of a factor, for the heads where that happened, and once for the others.
+with the keys' factors (``key_part``) as logarithms, for the heads where that happened, and once for the others.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.forward import add_row_sums, is_careful
 from saobp.kernels.bidirectional.gradient_terms import (
-    before_normalising,
     closeness,
     load_power,
     prior_weights,
     sender_inverse,
     sender_pair,
+    unnormalised_weights,
 )
 from saobp.kernels.library.arithmetic import (
     drop,
@@ -60,9 +63,9 @@ def store_value_gradient(
     TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys and dc, the gradient of their summed messages; if PRECISE is 0 also -gamma dc, rounded.
+    """dV of a block of keys and dc, the gradient of their message sums; if PRECISE is 0 also -gamma dc, rounded.
 
-    D comes as ``delta`` if PRECISE is 2 or CAREFUL, else in half-type ``parts``: with a further product of the tensor cores
+    D comes in half-type ``parts``, for a product of the tensor cores, but as ``delta`` if PRECISE is 2 or CAREFUL: with that product
     ptxas 12.8 computed an operand's address in ``careful_gradients`` from a register that nothing had set.
     """
     keys = block * KEYS + tl.arange(0, KEYS)
@@ -78,11 +81,11 @@ def store_value_gradient(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(mask_base, keys, tokens, MASKED)
     key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, True, RECEIVES).to(tl.float32)
-    # A key's factor is the same for all rows, so it is applied to their sum, if the type has the range.
+    # A key's factor is the same for all rows, so it is applied to the sum over them, if the type has the range.
     LATE_PART: tl.constexpr = RECEIVES and not CAREFUL and not POWER
     RECEIVES_HERE: tl.constexpr = 0 if LATE_PART else RECEIVES
     dv = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
-    own = tl.zeros([KEYS, 16], tl.float32)
+    key_delta = tl.zeros([KEYS, 16], tl.float32)  # P^T D, to be summed over columns
     for start in tl.range(0, tokens, ROWS):
         rows = start + tl.arange(0, ROWS)
         q = load_rows(q_base, start, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -100,20 +103,20 @@ def store_value_gradient(
             anchor = load_anchor(anchor_ptr + row_base, rows, tokens, TAIL, CAREFUL)
             power = load_power(power_ptr + row_base, rows, tokens, TAIL, POWER)
             inverse = sender_inverse(a, rows_real[None, :], message, PRECISE, MASKED)
-            refined = before_normalising(
+            refined = unnormalised_weights(
                 scores, a if RECEIVES == 2 else a * inverse, inverse, anchor[None, :], power[None, :], key_part[:, None],
                 RECEIVES_HERE, CAREFUL, POWER,
             ).to(KIND)  # fmt: skip
         if PRECISE == 2 or CAREFUL:
             delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
-            own += tl.sum(refined.to(tl.float32) * delta[None, :], 1)[:, None] * 0.0625
+            key_delta += tl.sum(refined.to(tl.float32) * delta[None, :], 1)[:, None] * 0.0625
         else:
             parts = load_rows(parts_ptr + row_base * part_row, start, tokens, part_row, ROWS, 16, 16, TAIL)
-            own = tl.dot(refined, parts, own)
+            key_delta = tl.dot(refined, parts, key_delta)
         refined = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         grad = load_rows(g_base, start, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         dv = tl.dot(refined, grad, dv, input_precision=PRECISION)
-    sums_grad = -tl.sum(own, 1)
+    sums_grad = -tl.sum(key_delta, 1)
     if DROPS:
         dv *= keep_scale
     if LATE_PART:
@@ -173,7 +176,7 @@ def store_query_gradient(
     TAIL: tl.constexpr, POWER: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, t, and E, the gradient of gamma, unless PRECISE is 0."""
+    """dQ and t of a block of rows; unless PRECISE is 0 also E, the rows' parts of gamma's gradient."""
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -200,9 +203,9 @@ def store_query_gradient(
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_terms = tl.zeros([ROWS, 16], tl.float32)
     strength_grad = tl.zeros([ROWS], tl.float32)
-    excess = tl.zeros([ROWS], tl.float32)
-    overlap = tl.zeros([ROWS], tl.float32)
-    square = tl.zeros([ROWS], tl.float32)
+    excess = tl.zeros([ROWS], tl.float32)  # rowsum(dT), 0 but for rounding
+    overlap = tl.zeros([ROWS], tl.float32)  # P . a before P is normalised
+    square = tl.zeros([ROWS], tl.float32)  # a . a
     for start in tl.range(0, tokens, KEYS):
         keys = start + tl.arange(0, KEYS)
         k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
@@ -213,9 +216,9 @@ def store_query_gradient(
             score_scale, TAIL or MASKED, PRECISE,
         )  # fmt: skip
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
-        d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
-        centred = d_rows - delta[:, None]
+        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        dp = drop_scaled(dp, dropout, rows[:, None], keys[None, :], DROPS)
+        centred = dp - delta[:, None]
         key_part = load_or_zero(key_part_ptr + row_base, keys, tokens, TAIL, RECEIVES)[None, :]
         if PRECISE == 0 and not CAREFUL:
             u = boosted(a.to(KIND), pair)
@@ -237,7 +240,7 @@ def store_query_gradient(
         else:
             inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
             u = a * inverse
-            weights = before_normalising(
+            weights = unnormalised_weights(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[:, None], power[:, None], key_part, RECEIVES,
                 CAREFUL, POWER,
             )  # fmt: skip
@@ -257,7 +260,7 @@ def store_query_gradient(
     else:
         if POWER:
             norm /= power
-        # The component of P parallel to a.
+        # How far P lies along a: P . a / (a . a).
         share = tl.minimum(overlap * norm / tl.maximum(square, 1e-30), 1.0)
         row_term = gamma * strength_grad + share * excess
     if PRECISE != 0:
@@ -341,9 +344,9 @@ def store_key_gradient(
             score_scale, False, PRECISE,
         )  # fmt: skip
         inverse = sender_inverse(a, rows_real, message, PRECISE, MASKED)
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
-        centred = d_rows - delta[None, :]
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
+        centred = dp - delta[None, :]
         if PRECISE == 0 and RECEIVES == 2 and not CAREFUL and not MASKED:
             d_scores = a * (key_part * centred - gamma * inverse * sums_grad - row_term[None, :])
         elif PRECISE == 0 and RECEIVES and not CAREFUL and not MASKED:
@@ -351,7 +354,7 @@ def store_key_gradient(
             d_scores = a * (inverse * (inverse * key_part * centred - gamma * sums_grad) - row_term[None, :])
         else:
             u = a * inverse
-            d_logits = centred * before_normalising(
+            d_logits = centred * unnormalised_weights(
                 scores, a if RECEIVES == 2 else u, inverse, anchor[None, :], power[None, :], key_part, RECEIVES,
                 CAREFUL, POWER,
             )  # fmt: skip

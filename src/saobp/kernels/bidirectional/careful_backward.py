@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of heads in which a product of weights may have underflowed: all sweeps of ``backward`` in one program per head.
 
 After a kernel that computes every head without logarithms. Few heads, if any, need it, so it is made to be quick where there

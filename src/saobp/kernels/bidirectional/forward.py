@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Long bidirectional sequences: the third sweep, after the two of ``sums``.
 
 ``refined_output``: refined rows times values; ``careful_output`` recomputes rows that underflowed. Tiles of 128 rows
@@ -32,9 +33,9 @@ from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_message
 
 @triton.jit
 def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
-    """Adds a tile's row sums to every column of ``totals`` ``[rows, 16]``; half types use the tensor cores.
+    """Adds a tile's row sums to every column of ``totals`` ``[rows, 16]``; half types by a product with ``ones`` ``[keys, 16]``.
 
-    Sums the rounded weights that multiply the values, so a row that sees one key returns exactly its value.
+    These are the rounded weights that multiply the values, so a row that sees one key returns exactly its value.
     """
     if PRECISE == 2:
         return totals + tl.sum(tile, 1)[:, None]
@@ -43,7 +44,7 @@ def add_row_sums(totals, tile, ones, PRECISE: tl.constexpr):
 
 @triton.jit
 def sender_ratio(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """a / (1 - gamma a); a for padding rows, which send no message."""
+    """u = a / (1 - gamma a) of a tile; a for padding rows, which send no message."""
     if MASKED and PRECISE == 1:
         return over_message(a, tl.where(rows_real, message[0], 0.0))
     u = divided_by_message(a, message, PRECISE)
@@ -57,7 +58,7 @@ def refined_tile(
     raw, high, low, rows_real, weight, score_scale, message, pair,
     KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Refined weights as a product, a * weight / message: one exponential per entry. Padding rows send no message."""
+    """Refined weights ``[rows, keys]``, not normalised, as products a * weight / message: one exponential per entry."""
     a = tl.exp2(relative(raw, high[:, None], low[:, None], score_scale, PRECISE))
     if RECEIVES == 2:
         refined = multiply(a.to(KIND), weight[None, :]) if PRECISE == 0 else (a * weight[None, :]).to(KIND)
@@ -80,7 +81,7 @@ def store_output(
     out_base, anchor_base, inverse_base, begin, tokens, o_row, out, totals, high, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Output of some rows and the inverse of each one's normaliser. Returns the smallest normaliser."""
+    """Stores the output of a tile's rows and the inverses of their normalisers; anchors are 0. Returns the smallest normaliser."""
     rows = begin + tl.arange(0, out.shape[0])
     total = tl.max(totals, 1)
     visible = (high < float("inf")) & (total > 0)
@@ -183,7 +184,7 @@ def careful_block(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows again, in the log domain."""
+    """Recomputes the block of rows number ``program`` with weights as logarithms, by online softmax; stores output, inverses, anchors."""
     block, batch, head, first, tokens = locate(program, blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

@@ -1,4 +1,5 @@
-"""Shared by the backward sweeps: row products, scaled gradients, and recomputed weights of a tile."""
+# mypy: ignore-errors
+"""What the backward sweeps share: D, dO over the rows' normalisers, and recomputed weights of a tile."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ def row_products(
     # Sweeps of half types multiply 64 rows at once; in float32 any number has the same order of summation.
     PART: tl.constexpr = 16 if grad_ptr.dtype.element_ty == tl.float32 or BLOCK_DIM > 128 else 64
     places = tl.arange(0, PART)
-    own = places[:, None] == places[None, :]
+    diagonal = places[:, None] == places[None, :]
     for start in tl.range(block * ROWS, tl.minimum((block + 1) * ROWS, tokens), PART):
         grad = load_rows(g_base, start, tokens, g_row, PART, DIM, BLOCK_DIM, True)
         out = load_rows(o_base, start, tokens, o_row, PART, DIM, BLOCK_DIM, True)
         products = tl.dot(grad, tl.trans(out), input_precision="ieee")
-        delta = tl.sum(tl.where(own, products, 0.0), 1)
+        delta = tl.sum(tl.where(diagonal, products, 0.0), 1)
         tl.store(delta_base + start + places, delta, mask=start + places < tokens)
 
 
@@ -48,7 +49,8 @@ def store_scaled_gradients(
     g_batch, g_head, g_row, o_batch, o_head, o_row, s_batch, s_head, s_row, part_row, heads, length,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, POWER: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """dO over the row's normaliser, and D of that; for half types D also as a sum of two ``parts`` ``[rows, 16]``.
+    """``scaled``, dO over the rows' normalisers, and D of that; for half types D also in ``parts`` ``[rows, 16]``: D rounded to the
+    type, what that left, and zeros, for products of the tensor cores.
 
     POWER: float16 lacks range for large inverses, so a power of two is split off and applied to the weights.
     """
@@ -84,7 +86,7 @@ def scaled_gradients(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
     POWER: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """As ``store_scaled_gradients``, of the program's block."""
+    """``store_scaled_gradients`` of the program's block."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     store_scaled_gradients(
         block, batch, head, first, tokens, grad_ptr, out_ptr, inverse_ptr, scaled_ptr, delta_ptr, parts_ptr, power_ptr,
@@ -97,7 +99,7 @@ def scaled_gradients(
 def prior_weights(
     raw, high, low, keys_real, score_scale, TAIL: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Relative scores and prior weights of a tile; vectors are already shaped to broadcast."""
+    """Scores minus log-sum-exp (``high`` and ``low``), and prior weights, of a tile; vectors are shaped to broadcast to it."""
     if TAIL:
         raw = tl.where(keys_real, raw, float("-inf"))
     scores = relative(raw, high, low, score_scale, PRECISE)
@@ -124,10 +126,10 @@ def sender_pair(pair, sends, MASKED: tl.constexpr):
 
 
 @triton.jit
-def before_normalising(
+def unnormalised_weights(
     scores, u, inverse, anchor, power, key_part, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
-    """Refined weights times their row's normaliser. CAREFUL: key_part is a logarithm; else a factor.
+    """Refined weights times their row's normaliser. ``key_part``: CAREFUL, c_k minus its largest; else weight_k, 2 to the power of it.
 
     ``u`` are the prior weights, divided by the own message unless the row receives that too (RECEIVES 2).
     """
@@ -148,7 +150,7 @@ def before_normalising(
 
 @triton.jit
 def load_power(base, rows, tokens, TAIL: tl.constexpr, POWER: tl.constexpr):
-    """The power of two of each row's inverse normaliser that ``scaled_gradients`` split off."""
+    """The power of two that ``scaled_gradients`` split off each row's inverse normaliser; zeros, with nothing read, unless POWER."""
     if POWER:
         return load_vector(base, rows, tokens, 0.0, TAIL)
     else:
@@ -157,9 +159,10 @@ def load_power(base, rows, tokens, TAIL: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def closeness(inverse):
-    """Estimate from 0 to 1 of how close a row of a is to its row of P, from the inverse of the row's normaliser.
+    """Estimate, from 0 to 1, of how far each row of P lies along its row of a, from the inverse of the row's normaliser.
 
-    The normaliser is the mean factor of the keys that a row attends to: 1 if messages suppress none of them.
+    The normaliser is the mean of the keys' factors under the row's prior: 1 if messages suppress none of the keys that it attends
+    to. Its eighth power.
     """
     mean = tl.minimum(tl.where(inverse > 0.0, 1.0 / tl.where(inverse > 0.0, inverse, 1.0), 0.0), 1.0)
     square = mean * mean

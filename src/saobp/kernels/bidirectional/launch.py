@@ -17,10 +17,10 @@ from saobp.kernels.call_spec import (
     CallTensors,
     blocks,
     ceil_div,
+    kernel_tensors,
     layout,
     named_strides,
     next_power_of_2,
-    pointers,
     resources,
     strides,
 )
@@ -126,16 +126,16 @@ def plan_forward(
 
 def _add_sums(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
     block = sweep_block(spec, "row_sums")
-    own = blocks(spec, block, block.rows, block.keys)
-    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own, senders="strength")
+    sizes = blocks(spec, block, block.rows, block.keys)
+    launches.add(sums.row_sums, spec.programs(block.rows), numbers | sizes, senders="strength")
     if not spec.receives:
         return
     block = sweep_block(spec, "column_messages")
     programs, count = spec.programs(block.keys), ceil_div(spec.longest, block.keys)
-    own = blocks(spec, block, block.keys, block.rows)
-    launches.add(sums.column_messages, programs, numbers | own, fetch("q", block.rows), senders="strength")
-    own = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
-    launches.add(sums.key_weights, programs, numbers | own)
+    sizes = blocks(spec, block, block.keys, block.rows)
+    launches.add(sums.column_messages, programs, numbers | sizes, fetch("q", block.rows), senders="strength")
+    sizes = {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
+    launches.add(sums.key_weights, programs, numbers | sizes)
 
 
 def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any], fetch: Fetch) -> None:
@@ -143,8 +143,8 @@ def _add_output(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any
     programs, tiles = spec.programs(block.rows), fetch("kv", block.keys)
     if tiles and spec.precise == 0:  # few registers: three programs per multiprocessor
         block = replace(block, registers=168)
-    own = blocks(spec, block, block.rows, block.keys)
-    launches.add(forward.refined_output, programs, numbers | own, tiles)
+    sizes = blocks(spec, block, block.rows, block.keys)
+    launches.add(forward.refined_output, programs, numbers | sizes, tiles)
     if spec.may_underflow:
         _add_careful(launches, spec, numbers)
 
@@ -159,9 +159,9 @@ def _add_careful(
     """Recomputes rows that underflowed."""
     rows = sweep_block(spec, "refined_output").rows
     programs = spec.programs(rows)
-    own = blocks(spec, Block(rows, 32, stages=1), rows, 32)
-    own |= {"all_blocks": programs, "BLOCKS_EACH": blocks_each}
-    launches.add(forward.careful_output, ceil_div(programs, blocks_each), numbers | own)
+    sizes = blocks(spec, Block(rows, 32, stages=1), rows, 32)
+    sizes |= {"all_blocks": programs, "BLOCKS_EACH": blocks_each}
+    launches.add(forward.careful_output, ceil_div(programs, blocks_each), numbers | sizes)
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -185,11 +185,11 @@ def plan_backward(
     spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor, *, only_values: bool = False
 ) -> LaunchPlan:
     query, key, value, strength, *_ = tensors
-    floats, own, rows = torch.float32, query.dtype, spec.rows_shape
+    floats, dtype, rows = torch.float32, query.dtype, spec.rows_shape
     scratch, size = lay_out_buffer("scratch", {
-        "scaled": (spec.states_shape, own), "delta": (rows, floats), "parts": ((*rows, PARTS), own),
+        "scaled": (spec.states_shape, dtype), "delta": (rows, floats), "parts": ((*rows, PARTS), dtype),
         "power": (rows if spec.splits_inverse else (0,), floats), "row_term": (rows, floats),
-        "sums_grad": (rows, floats), "minus_gamma_dc": (rows if spec.precise == 0 else (0,), own),
+        "sums_grad": (rows, floats), "minus_gamma_dc": (rows if spec.precise == 0 else (0,), dtype),
     })  # fmt: skip
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(query.device, BACKWARD_NAMES, slices)
@@ -218,7 +218,7 @@ def plan_backward(
             break
     if not only_values:
         states = {"q": query, "k": key, "v": value, "grad": grad, "out": out}
-        dtypes = dict.fromkeys(("dq", "dk", "dv"), own)
+        dtypes = dict.fromkeys(("dq", "dk", "dv"), dtype)
         launches.in_two_streams(
             second_half_offsets(spec, choice.split_axis, strength, states, {}, slices, gradients=dtypes)
         )
@@ -232,11 +232,11 @@ CHECKED_HEADS = 2
 def _add_careful_gradients(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, Any]) -> None:
     """Recomputes heads in which rows underflowed."""
     lines, block = spec.sequences * spec.heads, Block(64, 64, stages=1)
-    own = {
+    sizes = {
         "lines": lines, "SIZE": block.rows, "TAIL": spec.length % block.rows != 0, "HEADS_EACH": CHECKED_HEADS,
         **resources(block),
     }  # fmt: skip
-    launches.add(careful_backward.careful_gradients, ceil_div(lines, CHECKED_HEADS), numbers | own)
+    launches.add(careful_backward.careful_gradients, ceil_div(lines, CHECKED_HEADS), numbers | sizes)
 
 
 def add_scaled_gradients(
@@ -270,7 +270,7 @@ def run_sums(spec: CallSpec, query: Tensor, key: Tensor, strength: Tensor) -> Te
     saved = query.new_empty(saved_slices(spec)[1], dtype=torch.uint8)
     cache_key = ("sums", spec, *layout(tensors))
     plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_sums,))
-    plan.launches(*pointers(tensors), query, saved)
+    plan.launches(*kernel_tensors(tensors), query, saved)
     return saved
 
 
@@ -282,7 +282,7 @@ def run_output(
     cache_key = ("output", spec, *layout(tensors))
     plan = cached(_plans, cache_key, plan_forward, spec, tensors, True, (_add_output,))
     out = query.new_empty_strided(spec.states_shape, spec.states_strides)
-    plan.launches(*pointers(tensors), out, saved)
+    plan.launches(*kernel_tensors(tensors), out, saved)
     return out
 
 
@@ -295,5 +295,5 @@ def run_value_gradient(
     plan = cached(_plans, ("value gradient", spec, *layout(tensors)), make, spec, tensors, grad, grad)
     dv = query.new_empty_strided(spec.states_shape, spec.gradient_strides)
     scratch = query.new_empty(plan.scratch or 0, dtype=torch.uint8)
-    plan.launches(*pointers(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
+    plan.launches(*kernel_tensors(tensors), grad, grad, saved, dv, dv, dv, strength, scratch)
     return dv

@@ -1,8 +1,11 @@
+# mypy: ignore-errors
 """Short bidirectional sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 Scores are computed once and stay in registers, so the cost is close to that of reading and writing the states.
-CAREFUL is for products of a weight and a key's factor that could underflow: the forward pass works in the log domain; the
-backward pass finds a head that needs that while it computes it. ``short_careful_backward`` does so after the kernel for Hopper.
+``key_part`` is c_k minus its largest: base-2 logarithms of the keys' factors.
+
+CAREFUL: products of a weight and a key's factor may underflow. The forward pass then works in the log domain. The backward
+pass recomputes a head in it if a row's normaliser turns out below LOWEST; after Hopper's kernel ``short_careful_backward`` does.
 """
 
 from __future__ import annotations
@@ -45,20 +48,23 @@ def inverse_or_zero(total, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def log_weights(raw, real, score_scale, GAPS: tl.constexpr):
-    """Base-2 scores of some rows relative to each row's largest, which is returned too."""
+    """Base-2 scores of a tile ``[rows, keys]`` minus each row's largest, which is returned too; ``real``: minus infinity for hidden keys."""
     if GAPS:
         raw = tl.minimum(raw, real[None, :])
-    high = tl.max(raw, 1) * score_scale
+    top = tl.max(raw, 1) * score_scale
     if GAPS:
-        high = tl.where(high > float("-inf"), high, 0.0)
-    return raw * score_scale - high[:, None], high
+        top = tl.where(top > float("-inf"), top, 0.0)
+    return raw * score_scale - top[:, None], top
 
 
 @triton.jit
 def careful_rows(
     raw, real, sends, message_sums, score_scale, gamma, GAPS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
-    """Refined weights of some rows in the log domain, in float32; the largest of a row is 1."""
+    """Refined weights ``[rows, keys]`` in the log domain, in float32, not normalised; the largest of a row is 1.
+
+    real: ``[keys]``, minus infinity for hidden keys, else infinity; sends: ``[rows]``, 1 for rows that send messages, else 0.
+    """
     scores, _ = log_weights(raw, real, score_scale, GAPS)
     e = tl.exp2(scores)
     beliefs = scores + message_sums[None, :]
@@ -100,31 +106,31 @@ def short_forward(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
-    high = tl.max(scores, 1) * score_scale
+    top = tl.max(scores, 1) * score_scale
     if TAIL or MASKED:
-        visible = high > float("-inf")
-        high = tl.where(visible, high, 0.0)
-    scores = scores * score_scale - high[:, None]
+        visible = top > float("-inf")
+        top = tl.where(visible, top, 0.0)
+    scores = scores * score_scale - top[:, None]
     a = tl.exp2(scores)
     total = tl.sum(a, 1)
     a *= inverse_or_zero(total, TAIL or MASKED)[:, None]
     if SAVES:
-        high += tl.log2(total)
+        lse = top + tl.log2(total)
         if TAIL or MASKED:
-            high = tl.where(visible, high, float("inf"))
-        tl.store(lse_ptr + row_base + places, high, mask=places < tokens)
+            lse = tl.where(visible, lse, float("inf"))
+        tl.store(lse_ptr + row_base + places, lse, mask=places < tokens)
 
     PAIRS: tl.constexpr = PRECISE == 0 and not CAREFUL
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     message_sums = tl.zeros([KEYS], tl.float32)
     if RECEIVES:
         sent = log2_message(a, message, PRECISE)
-        sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
+        sends, rows_per_sender = senders_of_map(real, places, tokens, STRIDE, MASKED)
         if MASKED or STRIDE > 1:
             sent = tl.where(sends[:, None], sent, 0.0)
         message_sums = tl.sum(sent, 0)
         if STRIDE > 1:
-            message_sums *= share
+            message_sums *= rows_per_sender
         if TAIL or MASKED:
             message_sums = tl.where(real, message_sums, float("-inf"))
         message_sums -= finite(tl.max(message_sums, 0))
@@ -176,10 +182,10 @@ def store_head_gradients(
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV of one head, and the gradient of its gamma per row; notation of backward.py.
+    """dQ, dK and dV of one head, and the gradient of its gamma per row; formulas and notation of backward.py.
 
-    The whole map is in registers, so rows are renormalised, and D and dc are sums of the values used: in collapsed
-    heads large terms cancel, which a rounded log-sum-exp would prevent.
+    The whole map is in registers, so rows are normalised again, and D and dc are sums of the very weights that meet them: in
+    collapsed heads large terms cancel, which a rounded log-sum-exp would prevent.
     """
     _, batch, head, first, tokens = locate(line, 1, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, KEYS)
@@ -196,13 +202,13 @@ def store_head_gradients(
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, KEYS, DIM, BLOCK_DIM, TAIL)
     grad = load_rows(g_base, 0, tokens, g_row, KEYS, DIM, BLOCK_DIM, TAIL)
-    high, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
+    lse, _ = load_lse(lse_ptr + row_base, 0, places, tokens, PRECISE, TAIL)
     if RECEIVES:
         message_sums = load_vector(key_part_ptr + row_base, places, tokens, float("-inf"), TAIL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL or MASKED:
         scores = tl.where(real[None, :], scores, float("-inf"))
-    scores = scores * score_scale - high[:, None]
+    scores = scores * score_scale - lse[:, None]
     a = tl.exp2(scores)
     a *= inverse_or_zero(tl.sum(a, 1), TAIL or MASKED)[:, None]
     inverse = inverse_message(a, message, PRECISE)
@@ -214,10 +220,10 @@ def store_head_gradients(
         refined *= tl.exp2(message_sums)[None, :]
     total = tl.sum(refined, 1)
     if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
-        if tl.min(tl.where(high < float("inf"), total, 1.0), 0) < LOWEST:
+        if tl.min(tl.where(lse < float("inf"), total, 1.0), 0) < LOWEST:
             raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             bound = tl.where(real, float("inf"), float("-inf"))
-            is_sender = tl.where(real & (high < float("inf")), 1.0, 0.0)
+            is_sender = tl.where(real & (lse < float("inf")), 1.0, 0.0)
             refined = careful_rows(
                 raw, bound, is_sender, message_sums, score_scale, gamma, TAIL or MASKED, RECEIVES
             )
@@ -229,20 +235,20 @@ def store_head_gradients(
     dv = tl.dot(tl.trans(dropped.to(grad.dtype)), grad, input_precision=PRECISION)
     store_rows(dv_ptr + d_base, 0, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
 
-    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    d_rows = drop_scaled(d_rows, dropout, places[:, None], places[None, :], DROPS)
-    d_logits = refined * (d_rows - tl.sum(refined * d_rows, 1)[:, None])
+    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    dp = drop_scaled(dp, dropout, places[:, None], places[None, :], DROPS)
+    d_logits = refined * (dp - tl.sum(refined * dp, 1)[:, None])
     if RECEIVES == 2:
         d_message = -u * tl.sum(d_logits, 0)[None, :]
     elif RECEIVES:
         d_message = u * (d_logits - tl.sum(d_logits, 0)[None, :])
     else:
         d_message = u * d_logits
-    sends, share = senders_of_map(real, places, tokens, STRIDE, MASKED)
+    sends, rows_per_sender = senders_of_map(real, places, tokens, STRIDE, MASKED)
     if MASKED or STRIDE > 1:
         d_message = tl.where(sends[:, None], d_message, 0.0)
     if STRIDE > 1:
-        d_message *= share
+        d_message *= rows_per_sender
     strength_grad = tl.sum(d_message, 1)
     tl.store(strength_grad_ptr + row_base + places, strength_grad, mask=places < tokens)
     d_scores = d_logits + gamma * (d_message - a * strength_grad[:, None])
@@ -288,7 +294,7 @@ def short_careful_backward(
     CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, STRIDE: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a head again if one of its rows' normalisers, which ``short_hopper_backward`` stored, is too small.
+    """The gradients of a head again if one of its rows' normalisers, which ``short_hopper_backward`` stored in ``totals``, is too small.
 
     A program looks at HEADS_EACH heads at once, since hardly any of them is.
     """

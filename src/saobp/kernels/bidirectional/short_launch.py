@@ -13,9 +13,9 @@ from saobp.kernels.call_spec import (
     Block,
     CallSpec,
     CallTensors,
-    all_keys,
     ceil_div,
     named_strides,
+    padded_keys,
     resources,
     strides,
 )
@@ -89,12 +89,12 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Te
 
 
 def weak_block(spec: CallSpec) -> Block:
-    return WEAK_BLOCKS[all_keys(spec), 64 if spec.dim <= 64 else 128]
+    return WEAK_BLOCKS[padded_keys(spec), 64 if spec.dim <= 64 else 128]
 
 
 def short_block(spec: CallSpec, backward: bool) -> Block:
     """The whole map at once: the fewest warps that hold it in registers, since column sums cost every warp the same."""
-    keys = all_keys(spec)
+    keys = padded_keys(spec)
     large = keys == SHORT and (backward or spec.dim > 64)
     return Block(keys, keys, warps=8 if large else 4, stages=1)
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Short bidirectional sequences with weak known strengths: a head's map in half precision in one program's registers.
 
 Scores are computed once, a part of the rows at a time, and rounded immediately: to float16 for messages, which go to
@@ -25,7 +26,7 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import boosted, multiply, pair_logarithm, rounded
-from saobp.kernels.library.prefetch import fetch_ahead, fetch_for_later
+from saobp.kernels.library.prefetch import prefetch_for_later_program, prefetch_rows
 
 COLUMNS = tl.constexpr(8)
 """Columns of products that only sum rows: narrow enough to take the second operand from registers."""
@@ -33,7 +34,7 @@ COLUMNS = tl.constexpr(8)
 
 @triton.jit
 def real_or(mask_base, places, tokens, yes, no, MASKED: tl.constexpr):
-    """``yes`` at positions of real tokens, ``no`` at the others.
+    """``yes`` where a token is real, ``no`` elsewhere, as float32 ``[places]``.
 
     The compiler picks a product's layout from the narrowest type among its sources, so the mask's bytes are hidden
     from it.
@@ -62,27 +63,27 @@ def row_sums_of(tile):
 
 @triton.jit
 def prior_rows(q, k, bound, score_scale, KIND: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Exponentials ``[rows, keys]`` of scores relative to each row's largest, in float16 and in KIND.
+    """Exponentials ``[rows, keys]`` of scores minus each row's largest, in float16 and in KIND.
 
-    Also that largest score and the row's sum. GAPS: some or all keys are masked, with ``bound`` minus infinity.
+    Also that largest score and the row's sum. GAPS: ``bound`` ``[keys]`` is minus infinity for hidden keys, else infinity.
     """
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if GAPS:
         raw = tl.minimum(raw, bound[None, :])
-    high = tl.max(raw, 1) * score_scale
+    top = tl.max(raw, 1) * score_scale
     if GAPS:
-        high = tl.where(high > float("-inf"), high, 0.0)
-    e = tl.exp2(raw * score_scale - high[:, None])
+        top = tl.where(top > float("-inf"), top, 0.0)
+    e = tl.exp2(raw * score_scale - top[:, None])
     fine, coarse = rounded(e, tl.float16), rounded(e, KIND)
     # The second sum is unused. It forces the compiler to round now; otherwise float32 would stay live.
     total = tl.max(row_sums_of(fine) + 0.0 * row_sums_of(coarse), 1)
-    return fine, coarse, high, total
+    return fine, coarse, top, total
 
 
 @triton.jit
-def store_lse(base, rows, tokens, high, total, GAPS: tl.constexpr):
+def store_lse(base, rows, tokens, top, total, GAPS: tl.constexpr):
     """Base-2 log-sum-exp of some rows; plus infinity for one that sees no key."""
-    lse = high + _hardware_log2(total)
+    lse = top + _hardware_log2(total)
     if GAPS:
         lse = tl.where(total > 0, lse, float("inf"))
     tl.store(base + rows, lse, mask=rows < tokens)
@@ -90,7 +91,7 @@ def store_lse(base, rows, tokens, high, total, GAPS: tl.constexpr):
 
 @triton.jit
 def polynomial(e, slope, bend, inverse):
-    """a + slope a^2 + bend a^3 over ``inverse``, for weights a = e inverse: rows need not be normalised first."""
+    """(a + slope a^2 + bend a^3) / ``inverse`` for weights a = e inverse: rows need not be normalised first."""
     slope = (slope * inverse).to(e.dtype)[:, None]
     bend = (bend * inverse * inverse).to(e.dtype)[:, None]
     return boosted(e, (bend, slope, bend))
@@ -98,9 +99,10 @@ def polynomial(e, slope, bend, inverse):
 
 @triton.jit
 def add_log_messages(sums, e, inverse, message):
-    """Adds messages of some rows to ``sums [keys, columns]``, in units of the slope at 0, in two columns.
+    """Adds log messages of a tile's rows to ``sums`` ``[keys, COLUMNS]``, in units of l0, the slope of a message at 0.
 
-    The product normalises rows: one column has the inverse of each row's sum, the next its rounding error.
+    The product with the inverse of each row's sum normalises the rows and sums over them: column 0 takes the inverse in float16,
+    column 1 what rounding it left.
     """
     unit, slope, bend = pair_logarithm(message)
     sent = polynomial(e, slope.to(tl.float32), bend.to(tl.float32), inverse)
@@ -114,7 +116,7 @@ def add_log_messages(sums, e, inverse, message):
 
 @triton.jit
 def boosted_rows(e, inverse, message):
-    """Refined weights without the keys' factors and one factor per row."""
+    """``boosted`` weights of a tile: refined ones before the keys' factors, and up to a factor per row."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     return polynomial(e, r1 / r0, r2 / r0, inverse)
 
@@ -124,10 +126,10 @@ def add_messages_and_boost(
     sums, q, k, bound, sends, rows, lse_base, tokens, score_scale, message,
     KIND: tl.constexpr, RECEIVES: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """``add_log_messages`` and ``boosted_rows`` of a part of the rows; padding rows send no message."""
-    fine, coarse, high, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
+    """``add_log_messages`` and ``boosted_rows`` of a part of the rows; ``sends`` is 0 for padding rows, which send no message."""
+    fine, coarse, top, total = prior_rows(q, k, bound, score_scale, KIND, GAPS, PRECISION)
     if SAVES:
-        store_lse(lse_base, rows, tokens, high, total, GAPS)
+        store_lse(lse_base, rows, tokens, top, total, GAPS)
     inverse = inverse_or_zero(total, GAPS)
     if GAPS:
         inverse *= sends
@@ -182,11 +184,11 @@ def short_weak_forward(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     score_scale += 0.0 * message[0]  # keeps it in a register; an argument would be loaded for every entry
     bound = real_or(mask_base, places, tokens, float("inf"), float("-inf"), MASKED)
-    fetch_ahead(v_base, tokens, v_row, KEYS)
+    prefetch_rows(v_base, tokens, v_row, KEYS)
     if BLOCK_DIM > 64:
-        fetch_ahead(v_base + 64, tokens, v_row, KEYS)
-    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, KEYS, PACKED)
-    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, KEYS, PACKED)
+        prefetch_rows(v_base + 64, tokens, v_row, KEYS)
+    prefetch_for_later_program(q_ptr, q_batch, q_head, q_row, heads, 1, length, KEYS, PACKED)
+    prefetch_for_later_program(k_ptr, k_batch, k_head, k_row, heads, group, length, KEYS, PACKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, TAIL)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     sends = real_or(mask_base, rows, tokens, 1.0, 0.0, MASKED)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Long bidirectional sequences: row and key sums that output and gradients need, in memory linear in length.
 
 1. ``row_sums``: log-sum-exp of every row's scores.
@@ -27,10 +28,10 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate, mask_base_of, row_bases, states_base, states_of
 from saobp.kernels.library.packed_bf16 import (
+    half_log2,
+    half_sums,
     pair_logarithm,
     powers,
-    short_log2,
-    short_sums,
     sums_by_thread,
     sums_of_logarithms,
 )
@@ -39,7 +40,7 @@ from saobp.kernels.library.senders import load_senders, sending_rows
 
 @triton.jit
 def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
-    """Products of a tile ``[rows, keys]``; minus infinity for missing keys if TAIL."""
+    """Q K^T of a tile ``[rows, keys]``; if TAIL, minus infinity for keys that are not real."""
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if TAIL:
         raw = tl.where(keys_real[None, :], raw, float("-inf"))
@@ -48,7 +49,7 @@ def raw_scores(q, k, keys_real, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_reference(top, score_scale, PRECISE: tl.constexpr):
-    """Reference of a row's exponentials: its largest raw score; 0 for a row that sees no key."""
+    """What a row's exponentials are relative to: its largest score, raw if PRECISE is 2; 0 for a row that sees no key."""
     reference = finite(top)
     if PRECISE != 2:
         reference *= score_scale
@@ -56,8 +57,8 @@ def as_reference(top, score_scale, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def with_maximum(top, total, raw, score_scale):
-    """Running maximum and sum of exponentials of the rows, updated with a tile (online softmax)."""
+def online_sums(top, total, raw, score_scale):
+    """Online softmax: the rows' running maximum and sum of exponentials after a tile ``[rows, keys]`` of raw products."""
     raised = tl.maximum(top, tl.max(raw, 1))
     anchor = finite(raised)
     added = tl.sum(tl.exp2((raw - anchor[:, None]) * score_scale), 1)
@@ -76,7 +77,7 @@ def write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE: tl.c
 
 @triton.jit
 def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """Each row's largest score in the first tile, as reference, and partial sums of exponentials."""
+    """Each row's largest score in the first tile, as reference, and row sums of that tile's exponentials in parts ``[rows, 8]``."""
     raw = raw_scores(q, k, keys_real, True, PRECISION)
     reference = as_reference(tl.max(raw, 1), score_scale, PRECISE)
     return reference, exponentials(raw, reference, score_scale, PRECISE)
@@ -84,7 +85,7 @@ def first_sums(q, k, keys_real, score_scale, PRECISE: tl.constexpr, PRECISION: t
 
 @triton.jit
 def exponentials(raw, reference, score_scale, PRECISE: tl.constexpr):
-    """Parts ``[rows, 8]`` of a tile's sums of exponentials."""
+    """Row sums of a tile's exponentials, in parts ``[rows, 8]``."""
     return sums_by_thread(powers(raw, reference[:, None], score_scale, PRECISE))
 
 
@@ -94,7 +95,7 @@ def store_lse(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of some of ``count`` rows.
+    """Stores the log-sum-exp of ``rows``, of which there are ``count``.
 
     If a score far above the reference overflowed, or all underflowed, recomputes with a running maximum, in narrow tiles.
     """
@@ -107,7 +108,7 @@ def store_lse(
             real = real_tokens(mask_base, start + tl.arange(0, KEYS), tokens, MASKED)
             k = load_rows(k_base, start, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
             raw = raw_scores(q, k, real, True, PRECISION)
-            top, total = with_maximum(top, total, raw, score_scale)
+            top, total = online_sums(top, total, raw, score_scale)
         reference = as_reference(top, score_scale, PRECISE)
     write_lse(lse_base, low_plane, rows, count, reference, total, PRECISE)
 
@@ -123,7 +124,7 @@ def row_sums(
 ):  # fmt: skip
     """Base-2 log-sum-exp of each sending row; plus infinity for a row that sees no key, so that its weights are 0."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    sender_list, count, rows_per_sender = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
     if block * ROWS >= count:
         return
     SPLIT: tl.constexpr = ROWS == 128
@@ -138,11 +139,11 @@ def row_sums(
     # The first tile's largest score is the reference for the whole row: no running maximum is needed.
     real = real_tokens(mask_base, tl.arange(0, KEYS), tokens, MASKED)
     k = load_rows(k_base, 0, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
-    q = load_senders(q_base, index, begin, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED)
+    q = load_senders(q_base, sender_list, begin, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED)
     reference, parts = first_sums(q, k, real, score_scale, PRECISE, PRECISION)
     if SPLIT:
         q_2 = load_senders(
-            q_base, index, begin + PART, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED
+            q_base, sender_list, begin + PART, count, q_row, PART, DIM, BLOCK_DIM, True, STRIDE, MASKED
         )
         reference_2, parts_2 = first_sums(q_2, k, real, score_scale, PRECISE, PRECISION)
     for start in tl.range(KEYS, tokens, KEYS):
@@ -169,10 +170,10 @@ def row_sums(
 def add_messages(
     sums, raw, high, low, score_scale, message, logarithm, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Adds the messages of a tile's rows to partial sums ``[keys, columns]``."""
+    """Adds the log messages of a tile ``[keys, rows]`` to partial sums ``[keys, columns]``; if PRECISE is 0 over their slope l0."""
     a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
     if PRECISE == 0:
-        return sums + short_sums(short_log2(a.to(tl.float16), logarithm))
+        return sums + half_sums(half_log2(a.to(tl.float16), logarithm))
     elif PRECISE == 1:
         return sums + sums_of_logarithms(1.0 - message[0] * a)
     else:
@@ -214,14 +215,14 @@ def column_messages(
 ):  # fmt: skip
     """Sum over rows of base-2 log messages about each key, and the largest sum of each block of keys.
 
-    STRIDE above 1: of the sending rows, times real rows over sending rows.
+    STRIDE above 1: of the sending rows, times ``rows_per_sender``.
     """
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         tl.store(peak_ptr + pid, float("-inf"))
         return
-    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    sender_list, count, rows_per_sender = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
     PADDED: tl.constexpr = MASKED and STRIDE == 1  # padding is no sending row
     SPLIT: tl.constexpr = KEYS == 128
     PART: tl.constexpr = 64 if SPLIT else KEYS
@@ -235,7 +236,7 @@ def column_messages(
     COLUMNS: tl.constexpr = 1 if PRECISE == 2 else 8
     unit = logarithm[0] if PRECISE == 0 else 1.0
     if STRIDE > 1:
-        unit *= share
+        unit *= rows_per_sender
     k = load_rows(k_base, begin, tokens, k_row, PART, DIM, BLOCK_DIM, True)
     sums = tl.zeros([PART, COLUMNS], tl.float32)
     if SPLIT:
@@ -250,7 +251,7 @@ def column_messages(
             q = fetch_tile(queries, start, tokens, ROWS, DIM, BLOCK_DIM, TAIL, MAPPED)
         else:
             q = load_senders(
-                queries[1], index, start, count, q_row, ROWS, DIM, BLOCK_DIM, TAIL, STRIDE, MASKED
+                queries[1], sender_list, start, count, q_row, ROWS, DIM, BLOCK_DIM, TAIL, STRIDE, MASKED
             )
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if SPLIT:
@@ -276,7 +277,7 @@ def key_weights(
     message_sums_ptr, peak_ptr, weight_ptr, cu_ptr, heads, length, blocks,
     KEYS: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Subtracts the head's largest from the log-message sums c; weights 2^c of keys, 0 for padding."""
+    """Subtracts the head's largest from the log-message sums c, in place, and stores the keys' weights 2^c, 0 for padding."""
     pid = tl.program_id(0)
     block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     places = tl.arange(0, BLOCKS)

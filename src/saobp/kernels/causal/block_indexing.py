@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Strict causal attention: tile ranges of a block of keys or rows, and offsets of their sums."""
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def key_walk(row_start, tokens, ROWS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl
 
 @triton.jit
 def slot_place(slot, span_start, length, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Offset of the sums of a span's row block number ``slot``.
+    """Offset in ``past`` (and ``later``) of the numbers of a span's block of rows, of which ``slot`` are before it.
 
-    Rows see no keys after their block, so each block's sums are one block longer than the previous block's.
-    Packed sequences are adjacent, as in their states, and every block has sums for the full length.
+    Rows see no keys after their block, so each block has numbers for one block of keys more than the one before it.
+    Packed sequences are adjacent, as in their states, and every block has numbers for the full length.
     """
     slot = slot.to(tl.int64)
     if PACKED:

@@ -1,15 +1,14 @@
+# mypy: ignore-errors
 """Strict causal attention: a row receives messages of earlier rows, with a key bias (RECEIVES 2) its own too.
 
 Three sweeps over tiles on or below the diagonal:
 
 1. ``causal_row_sums``: log-sum-exp of every row's scores.
-2. ``earlier_messages`` (over keys, from the first row down): sum of log messages about each key before each block of
-   rows, ``past[block, key]``. Rows come in spans of bounded length, so that ``past`` is linear in the sequence;
-   ``message_sums[key]`` carries the sum from one span to the next and is complete after the last.
-3. ``causal_output`` (over rows): within a tile the messages of earlier rows are a product with a triangular matrix
-   of ones, which has a diagonal if RECEIVES is 2; refined rows times values.
-
-Listing factors, whose rows exchange no messages, take sweeps 1 and 3 only.
+2. ``earlier_messages`` (over keys, from the first row down): ``past[block, key]``, the log-message sums of the rows before each
+   block of rows. Rows come in spans of bounded length, so that ``past`` is linear in the sequence; ``message_sums[key]``
+   carries the sum from one span to the next and is complete after the last.
+3. ``causal_output`` (over rows): refined rows times values. To ``past`` a product with a triangle of ones, which has its diagonal
+   if RECEIVES is 2, adds messages of earlier rows of the same tile. Listing factors (RECEIVES 0) take sweeps 1 and 3 only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saobp.kernels.bidirectional.sums import as_reference, raw_scores, with_maximum, write_lse
+from saobp.kernels.bidirectional.sums import as_reference, online_sums, raw_scores, write_lse
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
 from saobp.kernels.library.arithmetic import (
     drop_scaled,
@@ -36,9 +35,9 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import head_base, locate_sorted, mask_base_of, states_base, states_of
 from saobp.kernels.library.packed_bf16 import (
+    half_log2,
     pair_logarithm,
     powers,
-    short_log2,
     sums_by_thread,
     sums_of_logarithms,
 )
@@ -50,7 +49,7 @@ def _add_exponentials(
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the exponentials of a range of keys visible to every row of the tile."""
+    """Adds to the rows' sums ``total`` the exponentials of keys from ``start`` to ``stop``, which every row of the tile sees."""
     parts = tl.zeros([q.shape[0], 8], tl.float32)
     for begin in tl.range(start, stop, KEYS):
         real = real_tokens(mask_base, begin + tl.arange(0, KEYS), tokens, MASKED)
@@ -61,29 +60,29 @@ def _add_exponentials(
 
 
 @triton.jit
-def smaller(SIZE: tl.constexpr, TYPE: tl.constexpr, EQUAL: tl.constexpr):
-    """``[SIZE, SIZE]``: 1 where the first index is smaller than the second or, if EQUAL, the same, else 0."""
+def upper_triangle(SIZE: tl.constexpr, KIND: tl.constexpr, EQUAL: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 above the diagonal and, if EQUAL, on it, else 0. ``tile @ upper`` sums over earlier columns."""
     if EQUAL:
-        return (tl.arange(0, SIZE)[:, None] <= tl.arange(0, SIZE)[None, :]).to(TYPE)
+        return (tl.arange(0, SIZE)[:, None] <= tl.arange(0, SIZE)[None, :]).to(KIND)
     else:
-        return (tl.arange(0, SIZE)[:, None] < tl.arange(0, SIZE)[None, :]).to(TYPE)
+        return (tl.arange(0, SIZE)[:, None] < tl.arange(0, SIZE)[None, :]).to(KIND)
 
 
 @triton.jit
-def larger(SIZE: tl.constexpr, TYPE: tl.constexpr, EQUAL: tl.constexpr):
-    """``[SIZE, SIZE]``: 1 where the first index is larger than the second or, if EQUAL, the same, else 0."""
+def lower_triangle(SIZE: tl.constexpr, KIND: tl.constexpr, EQUAL: tl.constexpr):
+    """``[SIZE, SIZE]``: 1 below the diagonal and, if EQUAL, on it, else 0. ``lower @ tile`` sums over earlier rows."""
     if EQUAL:
-        return (tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]).to(TYPE)
+        return (tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]).to(KIND)
     else:
-        return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(TYPE)
+        return (tl.arange(0, SIZE)[:, None] > tl.arange(0, SIZE)[None, :]).to(KIND)
 
 
 @triton.jit
 def log_messages(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """Log messages of a tile's rows, 0 for padding rows. ``rows_real`` is shaped to broadcast."""
+    """log2(1 - gamma a) of a tile, 0 for padding rows. ``rows_real`` is shaped to broadcast to it."""
     if PRECISE == 0:
         logarithm = pair_logarithm(message)
-        messages = short_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
+        messages = half_log2(a.to(tl.float16), logarithm).to(tl.float32) * logarithm[0]
     else:
         messages = log2_message(a, message, PRECISE)
     if MASKED:
@@ -93,7 +92,7 @@ def log_messages(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def add_compensated(message_sums, lost, messages, PRECISE: tl.constexpr):
-    """Adds messages to the sums; in full float32 compensated, with the rounding errors in ``lost``."""
+    """Adds messages to the sums; in full float32 with compensation (Knuth's TwoSum): ``lost`` gathers the rounding errors."""
     total = message_sums + messages
     if PRECISE == 2:
         added = total - message_sums
@@ -103,7 +102,7 @@ def add_compensated(message_sums, lost, messages, PRECISE: tl.constexpr):
 
 @triton.jit
 def load_message_sums(message_sums_base, low_plane, keys, tokens, PRECISE: tl.constexpr):
-    """Sums and, in full float32, their rounding errors; 0 from ``tokens`` on."""
+    """Message sums of keys and, in full float32, what rounding lost of them; 0 from ``tokens`` on."""
     message_sums = load_vector(message_sums_base, keys, tokens, 0.0, True)
     if PRECISE == 2:
         return message_sums, load_vector(message_sums_base + low_plane, keys, tokens, 0.0, True)
@@ -114,6 +113,7 @@ def load_message_sums(message_sums_base, low_plane, keys, tokens, PRECISE: tl.co
 def store_message_sums(
     message_sums_base, low_plane, keys, tokens, real, message_sums, lost, PRECISE: tl.constexpr
 ):
+    """What ``load_message_sums`` loads; 0 for padding keys."""
     tl.store(message_sums_base + keys, tl.where(real, message_sums, 0.0), mask=keys < tokens)
     if PRECISE == 2:
         tl.store(message_sums_base + low_plane + keys, tl.where(real, lost, 0.0), mask=keys < tokens)
@@ -197,7 +197,7 @@ def causal_row_sums(
             k = fetch_tile(key_states, begin, tokens, KEYS, DIM, BLOCK_DIM, True, MAPPED)
             real = real_tokens(mask_base, keys, tokens, MASKED)
             raw = causal_scores(q, k, rows, keys, real, True, MASKED, PRECISION)
-            top, total = with_maximum(top, total, raw, score_scale)
+            top, total = online_sums(top, total, raw, score_scale)
         reference = as_reference(top, score_scale, PRECISE)
     lse_base = head_base(lse_ptr, batch, head, first, heads, length)
     write_lse(lse_base, low_plane, rows, tokens, reference, total, PRECISE)
@@ -210,6 +210,7 @@ def _add_earlier(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     EDGE: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Rows from ``start`` to ``stop``: stores the sums before each block of them in ``past``, then adds its messages."""
     for begin in tl.range(start, stop, ROWS):
         begin = tl.multiple_of(begin, ROWS)
         local = tl.arange(0, ROWS)
@@ -242,7 +243,7 @@ def earlier_messages(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum of log messages about each key before every block of the span's rows, and after the span."""
+    """Log-message sums of a block of keys: before every block of the span's rows (``past``), and after the span."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -274,23 +275,22 @@ def earlier_messages(
 
 @triton.jit
 def prior_and_beliefs(
-    scores, rows_real, past, message, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr,
+    scores, rows_real, past, message, ROWS: tl.constexpr, KIND: tl.constexpr, RECEIVES: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Prior weights of a tile ``[ROWS, keys]`` and its log beliefs, before normalisation.
+    """Prior weights of a tile ``[ROWS, keys]``, and the base-2 logarithms of its refined weights before normalisation.
 
-    ``past`` ``[1, keys]`` is the sum of messages before the tile; earlier rows of the tile are added to it and, if
-    RECEIVES is 2, the own. Without RECEIVES a row receives only its own message, inverted.
-    """
+    ``past`` ``[1, keys]``: sums of the rows before the tile. Messages of the tile's earlier rows are added and, if RECEIVES is 2,
+    the row's own. RECEIVES 0 (listing factors): the weight is divided by the row's own message."""
     a = tl.exp2(scores)
     messages = log_messages(a, rows_real, message, PRECISE, MASKED)
     if RECEIVES and PRECISE == 2:
         beliefs = scores + (
-            past + tl.dot(larger(ROWS, TYPE, RECEIVES == 2), messages, input_precision="ieee")
+            past + tl.dot(lower_triangle(ROWS, KIND, RECEIVES == 2), messages, input_precision="ieee")
         )
     elif RECEIVES:
         # The sum has at most ROWS terms, so half precision suffices.
-        beliefs = tl.dot(larger(ROWS, TYPE, RECEIVES == 2), messages.to(TYPE), scores + past)
+        beliefs = tl.dot(lower_triangle(ROWS, KIND, RECEIVES == 2), messages.to(KIND), scores + past)
     else:
         beliefs = scores - messages
     return a, beliefs
@@ -298,13 +298,15 @@ def prior_and_beliefs(
 
 @triton.jit
 def beliefs_by_key(
-    scores, messages, past, ROWS: tl.constexpr, TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr
+    scores, messages, past, ROWS: tl.constexpr, KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
-    """Log beliefs of a tile ``[keys, ROWS]``: ``prior_and_beliefs`` transposed. ``past`` is ``[keys, 1]``."""
+    """Log beliefs of a tile ``[keys, ROWS]``, as of ``prior_and_beliefs``, from its log messages. ``past`` is ``[keys, 1]``."""
     if RECEIVES and PRECISE == 2:
-        return scores + (past + tl.dot(messages, smaller(ROWS, TYPE, RECEIVES == 2), input_precision="ieee"))
+        return scores + (
+            past + tl.dot(messages, upper_triangle(ROWS, KIND, RECEIVES == 2), input_precision="ieee")
+        )
     if RECEIVES:
-        return tl.dot(messages.to(TYPE), smaller(ROWS, TYPE, RECEIVES == 2), scores + past)
+        return tl.dot(messages.to(KIND), upper_triangle(ROWS, KIND, RECEIVES == 2), scores + past)
     return scores - messages
 
 
@@ -313,9 +315,10 @@ def _add_output(
     total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
     start, stop, tokens, score_scale, message, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
-    TYPE: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Online softmax of refined rows over keys from ``start`` to ``stop``: the rows' sums, maxima and output so far."""
     for begin in tl.range(start, stop, KEYS):
         begin = tl.multiple_of(begin, KEYS)
         local = tl.arange(0, KEYS)
@@ -326,7 +329,7 @@ def _add_output(
         scores = relative(raw, high[:, None], low[:, None], score_scale, PRECISE)
         past = load_or_zero(past_base + begin, local, stop - begin, EDGE, RECEIVES)
         _, beliefs = prior_and_beliefs(
-            scores, rows_real[:, None], past[None, :], message, ROWS, TYPE, RECEIVES, PRECISE, MASKED
+            scores, rows_real[:, None], past[None, :], message, ROWS, KIND, RECEIVES, PRECISE, MASKED
         )
         top, anchor, shrink = raise_maximum(top, beliefs)
         refined = tl.exp2(beliefs - anchor[:, None])
@@ -347,10 +350,9 @@ def causal_output(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a block of the span's rows and the base-2 log normaliser of each refined row.
+    """Output of a block of the span's rows, and ``belief``, the base-2 logarithm of each refined row's normaliser.
 
-    CHECKED: recomputes only the blocks that ``weak_output`` recorded as near underflow.
-    """
+    CHECKED: recomputes only the blocks that ``weak_output`` recorded as near underflow."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
@@ -360,7 +362,7 @@ def causal_output(
         lowest_place = line * lowest_blocks + row_start // ROWS
         if tl.load(lowest_ptr + lowest_place) >= lowest_sum:
             return
-    TYPE: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
+    KIND: tl.constexpr = tl.float32 if PRECISE == 2 else tl.float16
     rows = row_start + tl.arange(0, ROWS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
@@ -382,7 +384,7 @@ def causal_output(
         total, top, out = _add_output(
             total, top, out, q, high, low, rows, rows_real, k_base, k_row, v_base, v_row, mask_base, past_base,
             start, stop, tokens, score_scale, message, dropout,
-            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, TYPE, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
+            ROWS, KEYS, DIM, BLOCK_DIM, EDGE, KIND, RECEIVES, PRECISE, MASKED, DROPS, PRECISION,
         )  # fmt: skip
     visible = (high < float("inf")) & (total > 0)
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]

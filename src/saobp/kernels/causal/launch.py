@@ -34,7 +34,7 @@ from saobp.kernels.runtime.launcher import (
 )
 
 SPAN = 16384
-"""Rows per span, a multiple of a tile's rows. Each key's sum of messages before every block of a span is stored; longer
+"""Rows per span, a multiple of a tile's rows. Each key's message sum before every block of a span is stored (``past``); longer
 sequences take several spans, so memory is linear in length. Half as many rows are 2 % slower on an H200 at length 16384,
 and save memory only beyond that length."""
 
@@ -61,7 +61,8 @@ TILES = {
     "stored_query_gradient": Block(64, 64, 4, 3, 168),
     "stored_key_gradient": Block(64, 64, 4, 3, 168),
 }
-"""For half types and head sizes up to 64, found on an H200, those of light stored sweeps by counts; sweeps with messages share one number of rows."""
+"""Tiles for half types and head sizes up to 64, found on an H200; those of ``stored_query_gradient`` and ``stored_key_gradient`` by
+counting instructions. Sweeps with messages share one number of rows."""
 
 STRONG_ATTRACTION = -1.0
 """Below this gamma of the factor ``low``, and where gamma is unknown, the stored sweeps compute D in float32."""
@@ -81,7 +82,7 @@ of the output is faster without.
 
 
 def causal_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile sizes. Sweeps with messages share one number of rows: the step at which keys' sums are stored."""
+    """Tile of a sweep. Those with messages share one number of rows, since ``past`` has an entry for each block of rows and key."""
     if spec.dtype == torch.float32:
         return Block(32, 32, warps=8, stages=1)
     if spec.dim > 128:
@@ -98,7 +99,7 @@ def spans(spec: CallSpec) -> list[tuple[int, int]]:
 
 
 def sums_plane(spec: CallSpec) -> int:
-    """Size of a head's sums: one number per block of a span's rows and key up to that block (``slot_place``)."""
+    """Numbers of a head's ``past``: one per block of a span's rows and key up to that block (``slot_place``)."""
     rows = causal_block(spec, "output").rows
     if not spec.receives:
         return 0
@@ -129,6 +130,7 @@ def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
 
 
 def sums_shape(spec: CallSpec) -> tuple[int, int, int]:
+    """Shape of ``past`` and ``later``."""
     return (spec.batch, spec.heads, sums_plane(spec))
 
 
@@ -163,7 +165,7 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
 def _plan_hopper(
     spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, choice: KernelChoice
 ) -> LaunchPlan:
-    """The kernel for Hopper. Smallest normalisers, if weak kernels do not need them backward, are scratch."""
+    """The kernel for Hopper. ``lowest``, the smallest normalisers, is scratch unless weak kernels need it backward."""
     lowest = 0 if choice.weak else spec.sequences * spec.heads * row_blocks(spec)
     scratch, size = lay_out_buffer("scratch", {"lowest": ((lowest,), torch.float32)})
     slices = saved_slices(spec)[0] if choice.weak else saved_slices(spec)[0] | scratch
@@ -226,10 +228,10 @@ class Sweeps(NamedTuple):
 
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """Arguments common to the sweeps, also those by which kernels find heads or blocks of rows that need care."""
-    own, choice = spec.states_strides, choose(spec)
+    """Arguments common to the sweeps, among them those by which kernels find heads or blocks of rows that may have underflowed."""
+    out_strides, choice = spec.states_strides, choose(spec)
     return {
-        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", own),
+        **strides("q", query), **strides("k", key), **strides("v", value), **named_strides("o", out_strides),
         **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants, **spec.drop_numbers, **spec.message_numbers,
         "low_plane": spec.low_plane, "sums_plane": sums_plane(spec), "scale": spec.scale,
@@ -307,7 +309,7 @@ def _scratch_slices(spec: CallSpec, dtype: torch.dtype, dk_sums: str) -> tuple[d
     floats, rows, states = torch.float32, spec.rows_shape, spec.states_shape
     choice = choose(spec)
     slices: Saved = {
-        "past": (sums_shape(spec), floats), "later": (sums_shape(spec), floats), "own": (rows, floats),
+        "past": (sums_shape(spec), floats), "later": (sums_shape(spec), floats), "key_delta": (rows, floats),
         "remaining_sums": (spec.lse_shape if spec.receives else (0,), floats), "inverse": ((0,), floats),
         "head_lowest": ((spec.sequences * spec.heads if choice.weak and choice.careful else 0,), floats),
     }  # fmt: skip
@@ -355,7 +357,7 @@ def _add_weak_span(sweeps: Sweeps, numbers: dict[str, Any], dk_sums: str) -> Non
     start, stop = numbers["span_start"], numbers["span_stop"]
     sweeps.over_keys(
         weak_backward.weak_climb, "weak_climb", stop, numbers,
-        grad="scaled", message_sums="remaining_sums", after="own", dk=dk_sums,
+        grad="scaled", message_sums="remaining_sums", after="key_delta", dk=dk_sums,
     )  # fmt: skip
     kernel = weak_backward.weak_query_gradient
     sweeps.over_rows(kernel, "weak_query_gradient", stop - start, numbers, grad="scaled")

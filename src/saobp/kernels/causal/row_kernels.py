@@ -1,4 +1,5 @@
-"""Small kernels before the strict causal backward sweeps: one number per row of every head, without tiles."""
+# mypy: ignore-errors
+"""Small kernels before the strict causal backward sweeps, over vectors with a number per row or key of every head."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import triton.language as tl
 def prepared_rows(
     message_sums_ptr, belief_ptr, remaining_sums_ptr, inverse_ptr, count, SIZE: tl.constexpr, WEAK: tl.constexpr
 ):  # fmt: skip
-    """Copies the sums of messages, from which sweeps then subtract rows; if WEAK, also inverse normalisers."""
+    """Copies the message sums, from which sweeps then subtract each row's; if WEAK, also inverse normalisers ``2^-belief``."""
     places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = places < count
     tl.store(remaining_sums_ptr + places, tl.load(message_sums_ptr + places, mask=real), mask=real)

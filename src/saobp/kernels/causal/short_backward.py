@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of short strict causal attention in one launch; notation of ``backward.py``.
 
 The whole map is recomputed in registers, later rows first, since earlier ones need sums over them. D, those sums and E
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from saobp.kernels.bidirectional.short import inverse_or_zero
 from saobp.kernels.causal.backward import message_gradient
-from saobp.kernels.causal.forward import smaller
+from saobp.kernels.causal.forward import upper_triangle
 from saobp.kernels.causal.short_forward import refined_rows
 from saobp.kernels.library.arithmetic import (
     drop_scaled,
@@ -23,14 +24,14 @@ from saobp.kernels.library.arithmetic import (
 )
 from saobp.kernels.library.indexing import locate, row_bases, states_base
 from saobp.kernels.library.packed_bf16 import rounded
-from saobp.kernels.library.prefetch import fetch_ahead
+from saobp.kernels.library.prefetch import prefetch_rows
 
 
 @triton.jit
 def value_weights(
     refined, rows, keys, dropout, KIND: tl.constexpr, DROPS: tl.constexpr
 ):  # fmt: skip
-    """Weights that multiply values, after dropout, in the type KIND, transposed for the gradient of values."""
+    """Transpose of the weights that multiply values, after dropout, in the type KIND."""
     refined = drop_scaled(refined, dropout, rows[:, None], keys[None, :], DROPS)
     return tl.trans(rounded(refined, KIND))
 
@@ -39,9 +40,9 @@ def value_weights(
 def weight_gradients(
     grad, v, rows, keys, dropout, DROPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Gradients of refined weights, through dropout."""
-    d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    return drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
+    """dP = dO V^T of a tile ``[rows, keys]``, back through dropout."""
+    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    return drop_scaled(dp, dropout, rows[:, None], keys[None, :], DROPS)
 
 
 @triton.jit
@@ -49,9 +50,9 @@ def message_gradients(
     a, d_beliefs, later, rows_real, message,
     LAST: tl.constexpr, KIND: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dT + gamma H of a tile, and its part of E; if not LAST, ``later`` is the sum of dT over rows of later parts."""
+    """dT + gamma H of a tile ``[rows, keys]``, and its part of E; if not LAST, ``later`` is the sum of dT over the second part's rows."""
     if RECEIVES:
-        receivers = smaller(d_beliefs.shape[0], KIND, RECEIVES == 2)
+        receivers = upper_triangle(d_beliefs.shape[0], KIND, RECEIVES == 2)
         g = tl.dot(receivers, rounded(d_beliefs, KIND), input_precision="ieee")
         if not LAST:
             g += later[None, :]
@@ -68,7 +69,7 @@ def part_gradients(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BEFORE: tl.constexpr, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores dQ and E of a part's rows, and dK and dV of its keys, added to the contributions of later rows.
+    """Stores dQ and E of a part's rows, and dK and dV of its keys, with those of the second part's rows added.
 
     Returns the part's contributions to keys BEFORE it: dK, dV and the sum of dT.
     """
@@ -159,8 +160,8 @@ def short_causal_backward(
     past = tl.zeros([ROWS], tl.float32)
     if SPLIT:
         # Loaded earlier, they would take the shared memory of a second program on the multiprocessor.
-        fetch_ahead(q_base, tokens, q_row, ROWS)
-        fetch_ahead(g_base, tokens, g_row, ROWS)
+        prefetch_rows(q_base, tokens, q_row, ROWS)
+        prefetch_rows(g_base, tokens, g_row, ROWS)
         if RECEIVES:
             past = tl.load(past_ptr + tl.program_id(0) * ROWS + rows)
         q = load_rows(q_base, ROWS, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)

@@ -1,8 +1,10 @@
+# mypy: ignore-errors
 """Short strict causal sequences: a program holds the map of one head, in one launch.
 
-Of 128 rows the first 64 see half of the keys, so rows come in two parts: each sees the keys of its own part, on the
+Of 128 rows the first 64 see half of the keys only, so rows come in two parts of 64: each sees the keys of its own part, on the
 diagonal, and all earlier ones. A row receives messages of earlier rows, if RECEIVES is 2 its own too: within a part by a
-product with a triangle of ones, from the first part by a sum. Rows beyond the sequence send only to such rows: no mask needed.
+product with a triangle of ones, from the first part by a sum (``past``). Rows beyond the sequence send messages to such rows
+only, so they need no mask.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import triton.language as tl
 from saobp.kernels.bidirectional.forward import add_row_sums
 from saobp.kernels.bidirectional.short import inverse_or_zero
 from saobp.kernels.bidirectional.sums import as_reference
-from saobp.kernels.causal.forward import causal_scores, larger
+from saobp.kernels.causal.forward import causal_scores, lower_triangle
 from saobp.kernels.library.arithmetic import (
     drop,
     finite,
@@ -26,13 +28,13 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import locate, row_bases, states_base
-from saobp.kernels.library.packed_bf16 import pair_logarithm, rounded, short_log2
-from saobp.kernels.library.prefetch import fetch_for_later
+from saobp.kernels.library.packed_bf16 import half_log2, pair_logarithm, rounded
+from saobp.kernels.library.prefetch import prefetch_for_later_program
 
 
 @triton.jit
 def message_unit(message, PRECISE: tl.constexpr):
-    """Unit of ``sent_by``: for weak strengths the slope of messages, so that float16 keeps their digits."""
+    """Unit of ``sent_by``: for weak strengths l0, the slope of a log message at a = 0, so that float16 keeps their digits; else 1."""
     if PRECISE == 0:
         return pair_logarithm(message)[0]
     else:
@@ -41,11 +43,11 @@ def message_unit(message, PRECISE: tl.constexpr):
 
 @triton.jit
 def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
-    """Log messages of a tile's rows in the type of the product that sums them; 0 for padding rows."""
+    """Log messages of a tile ``[rows, keys]`` over ``message_unit``, in the type of the product that sums them; 0 for padding rows."""
     if MASKED:
         a = tl.where(rows_real[:, None], a, 0.0)
     if PRECISE == 0:
-        return short_log2(rounded(a, tl.float16), pair_logarithm(message))
+        return half_log2(rounded(a, tl.float16), pair_logarithm(message))
     elif PRECISE == 1:
         return rounded(log2_message(a, message, PRECISE), tl.float16)
     else:
@@ -54,10 +56,10 @@ def sent_by(a, rows_real, message, PRECISE: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def beliefs_of(scores, sent, message, RECEIVES: tl.constexpr, PRECISE: tl.constexpr):
-    """Log beliefs of a tile: scores plus received messages; without RECEIVES the own message, inverted."""
+    """Log beliefs of a tile ``[rows, keys]``: scores plus log messages received; if RECEIVES is 0, minus the row's own."""
     unit = message_unit(message, PRECISE)
     if RECEIVES:
-        senders = (larger(sent.shape[0], tl.float32, RECEIVES == 2) * unit).to(sent.dtype)
+        senders = (lower_triangle(sent.shape[0], tl.float32, RECEIVES == 2) * unit).to(sent.dtype)
         if PRECISE == 2:
             return scores + tl.dot(senders, sent, input_precision="ieee")
         else:
@@ -72,10 +74,10 @@ def refined_rows(
     BEFORE: tl.constexpr, RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prior and refined weights of a part's rows, the latter not normalised, on its own keys and on those BEFORE.
+    """Prior and refined weights ``[ROWS, ROWS]`` of a part's rows, the latter not normalised, on its own keys and on those BEFORE.
 
-    Also ``past``: the sum of this part's messages or, for a second part, the given one. CAREFUL: refined weights are
-    relative to a row's largest, against underflow. Without BEFORE own weights are returned for the others.
+    Also ``past``: the first part's sum of log messages, given for the second. CAREFUL: refined weights are relative to a row's
+    largest, against underflow. Without BEFORE the weights on its own keys are returned in place of the others.
     """
     local = tl.arange(0, q.shape[0])
     raw = causal_scores(q, k, local, local, rows_real, True, MASKED, PRECISION)
@@ -149,9 +151,9 @@ def short_causal_forward(
     RECEIVES: tl.constexpr, CAREFUL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; not TAIL: exactly.
+    """Output of one head of one sequence of at most ROWS tokens, or if SPLIT twice as many; exactly as many if not TAIL.
 
-    The first part's sum of messages is stored in ``past``: the backward pass starts with the second part.
+    The first part's sum of log messages is stored in ``past``, since the backward pass starts with the second part.
     """
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -162,9 +164,9 @@ def short_causal_forward(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     ALL: tl.constexpr = 2 * ROWS if SPLIT else ROWS
-    fetch_for_later(q_ptr, q_batch, q_head, q_row, heads, 1, length, ALL, PACKED)
-    fetch_for_later(k_ptr, k_batch, k_head, k_row, heads, group, length, ALL, PACKED)
-    fetch_for_later(v_ptr, v_batch, v_head, v_row, heads, group, length, ALL, PACKED)
+    prefetch_for_later_program(q_ptr, q_batch, q_head, q_row, heads, 1, length, ALL, PACKED)
+    prefetch_for_later_program(k_ptr, k_batch, k_head, k_row, heads, group, length, ALL, PACKED)
+    prefetch_for_later_program(v_ptr, v_batch, v_head, v_row, heads, group, length, ALL, PACKED)
     q = load_rows(q_base, 0, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
     k = load_rows(k_base, 0, tokens, k_row, ROWS, DIM, BLOCK_DIM, TAIL)
     v = load_rows(v_base, 0, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.bidirectional.short_launch import call_numbers
-from saobp.kernels.call_spec import Block, CallSpec, CallTensors, all_keys, named_strides, strides
+from saobp.kernels.call_spec import Block, CallSpec, CallTensors, named_strides, padded_keys, strides
 from saobp.kernels.causal.short_backward import short_causal_backward
 from saobp.kernels.causal.short_forward import short_causal_forward
 from saobp.kernels.runtime.family import INPUT_NAMES, KernelFamily, LaunchPlan, Saved
@@ -57,7 +57,7 @@ def saved_past(spec: CallSpec) -> Saved:
 
 def parts(spec: CallSpec, block: Block) -> Block:
     """The fewest rows and keys that cover the longest sequence; registers are capped for head sizes up to 64 only."""
-    keys = min(block.keys, all_keys(spec))
+    keys = min(block.keys, padded_keys(spec))
     registers = block.registers if spec.dim <= 64 else None
     return replace(block, rows=min(block.rows, keys), keys=keys, registers=registers)
 

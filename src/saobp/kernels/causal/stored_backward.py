@@ -1,9 +1,10 @@
+# mypy: ignore-errors
 """Gradients of strict causal attention, any strength, half types: gradients of scores are stored, not computed three times.
 
-Notation of ``backward.py``, d = dT + gamma H. Sweeps:
+In the notation of ``backward.py``, with d = dT + gamma H, which is dS but for -a t:
 
 1. ``stored_climb`` (over keys, from the last row up): messages, refined weights and their gradients, all that is costly, once.
-   dV, the gradient of gamma, and d, rounded, in ``terms``: for every block of rows and each key it sees, one number per row.
+   dV, the gradient of gamma, and d, rounded, in ``terms`` ``[blocks of rows, keys up to the block's last row, rows of a block]``.
 2. ``stored_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K).
 3. ``stored_key_gradient`` (over keys): dK = (d - a t)^T Q.
 
@@ -12,7 +13,7 @@ is as large as the maps, so calls of long sequences take ``backward.py``. P is r
 nothing underflows, and no head has to be computed again.
 
 Messages that attract (factor ``low``) leave refined rows nearly one-hot. Then D of the rounded output leaves rowsum(dT) off 0 by as
-much as the terms of the gradient of gamma, in which all later rows add up. So unless that factor's strength is known to be weak,
+much as the terms of the gradient of gamma, in which all later rows add up. So with that factor, unless gamma is known to be above -1,
 ``stored_mean_parts`` and ``stored_row_means`` first sum up D from P and dP in float32.
 """
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import slot_place
-from saobp.kernels.causal.forward import causal_scores, larger, scores_by_key, smaller
+from saobp.kernels.causal.forward import causal_scores, lower_triangle, scores_by_key, upper_triangle
 from saobp.kernels.causal.weak_forward import (
     any_column,
     load_pairs,
@@ -54,6 +55,7 @@ from saobp.kernels.library.packed_bf16 import (
 
 @triton.jit
 def _terms_pointers(terms_base, place, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Pointers ``[KEYS, ROWS]`` to a tile of ``terms``."""
     return terms_base + place * ROWS + (tl.arange(0, KEYS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :])
 
 
@@ -85,16 +87,16 @@ def _mean_parts_base(mean_parts_ptr, batch, head, first, heads, length, blocks):
 
 @triton.jit
 def message_triangle(message, ROWS: tl.constexpr, RECEIVES: tl.constexpr, PRECISE: tl.constexpr):
-    """``[ROWS, ROWS]``: the unit of ``sent_messages`` where the second row receives those of the first, else 0."""
+    """``[sender, receiver]``: the unit of ``sent_messages`` where the receiver gets the sender's, else 0."""
     if PRECISE == 0:
         return weak_triangle(pair_logarithm(message), ROWS, RECEIVES, True)
     else:
-        return smaller(ROWS, tl.float16, RECEIVES == 2)
+        return upper_triangle(ROWS, tl.float16, RECEIVES == 2)
 
 
 @triton.jit
 def sent_messages(a, message, PRECISE: tl.constexpr):
-    """Log messages of a tile ``[keys, rows]`` in float16, over their slope if PRECISE is 0; their sums over rows; and u."""
+    """Log messages of a tile ``[keys, rows]`` in float16, over their slope l0 if PRECISE is 0; their sums over rows ``[keys]``; and u."""
     if PRECISE == 0:
         logarithm = pair_logarithm(message)
         messages = weak_log_messages(a, logarithm)
@@ -107,14 +109,14 @@ def sent_messages(a, message, PRECISE: tl.constexpr):
 
 @triton.jit
 def refined_tile(
-    message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale, on_diagonal,
+    message_sums, k, q, keys, rows, lse, belief, message, triangle, mask_base, tokens, score_scale, on_diagonal,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P of a tile ``[keys, rows]``, u, and the sums of messages before the tile, from those after it."""
+    """P and u of a tile ``[keys, rows]``, and the log-message sums of rows before it, from those up to its last row."""
     raw = scores_by_key(k, q, keys, rows, keys, False, False, PRECISION)
     if on_diagonal:
         raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
-    scores = raw * score_scale - high[None, :]
+    scores = raw * score_scale - lse[None, :]
     a = tl.exp2(scores)
     if MASKED:  # padding rows send no message
         a = tl.where(real_tokens(mask_base, rows, tokens, MASKED)[None, :], a, 0.0)
@@ -136,7 +138,7 @@ def stored_mean_parts(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of P dP and of P over a block of keys, in float32, for all rows that see them."""
+    """``mean_parts``: sums of P dP and of P over a block of keys, in float32, for all rows that see them."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -163,17 +165,17 @@ def stored_mean_parts(
         rows = begin + local
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        high = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
+        lse = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         belief = load_vector(belief_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         refined, _sent, message_sums = refined_tile(
-            message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale,
+            message_sums, k, q, keys, rows, lse, belief, message, triangle, mask_base, tokens, score_scale,
             step == last - block, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
         if MASKED:
             refined = tl.where(keys_real[:, None], refined, 0.0)
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
-        store_pairs(parts_base, rows, tokens, tl.sum(refined * d_rows, 0), tl.sum(refined, 0))
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
+        store_pairs(parts_base, rows, tokens, tl.sum(refined * dp, 0), tl.sum(refined, 0))
 
 
 @triton.jit(do_not_specialize=["section"])
@@ -207,7 +209,8 @@ def stored_climb(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
     LEARNS: tl.constexpr, ATTRACTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma through each key's messages.
+    """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma: by key, where other
+    kernels have it by row.
 
     ATTRACTS: D is that of ``stored_row_means``, dT of unrounded weights, and its sum over later rows that of two numbers of
     the half type, the second what rounding the first left.
@@ -242,22 +245,22 @@ def stored_climb(
         rows = begin + local
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        high = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
+        lse = load_vector(lse_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         belief = load_vector(belief_ptr + row_base + begin, local, tokens - begin, float("inf"), TAIL)
         delta = load_vector(delta_ptr + row_base + begin, local, tokens - begin, 0.0, TAIL)
         exact, sent, message_sums = refined_tile(
-            message_sums, k, q, keys, rows, high, belief, message, triangle, mask_base, tokens, score_scale,
+            message_sums, k, q, keys, rows, lse, belief, message, triangle, mask_base, tokens, score_scale,
             step == last - block, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
         refined = rounded(exact, KIND)
         weights = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
         # Of rounded weights, as D is unless ATTRACTS: otherwise errors would add up in ``after`` over rows.
-        d_logits = (exact if ATTRACTS else widened(refined)) * (d_rows - delta[None, :])
+        d_logits = (exact if ATTRACTS else widened(refined)) * (dp - delta[None, :])
         narrow = rounded(d_logits, KIND)
-        receivers = larger(ROWS, KIND, RECEIVES == 2)
+        receivers = lower_triangle(ROWS, KIND, RECEIVES == 2)
         within = tl.dot(narrow, receivers, input_precision="ieee")
         if ATTRACTS:
             rest = rounded(d_logits - widened(narrow), KIND)
@@ -291,7 +294,7 @@ def stored_query_gradient(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of rows, and t, interleaved with the log-sum-exp."""
+    """dQ of a block of rows, and ``term_pairs`` ``[rows, 2]``: log-sum-exp and t."""
     slot, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = slot * ROWS
@@ -306,7 +309,7 @@ def stored_query_gradient(
     place = slot_place(slot, 0, length, ROWS, PACKED)
     mask_base = mask_base_of(mask_ptr, batch, length)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
-    high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
+    lse = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_terms, ones = tl.zeros([ROWS, 16], tl.float32), tl.full([KEYS, 16], 1.0, q.dtype)
@@ -319,14 +322,14 @@ def stored_query_gradient(
         raw = causal_scores(q, k, rows, keys, keys_real, False, MASKED, PRECISION)
         if step == slot:
             raw = tl.where(keys[None, :] <= rows[:, None], raw, float("-inf"))
-        a = tl.exp2(raw * score_scale - high[:, None])
+        a = tl.exp2(raw * score_scale - lse[:, None])
         dq = tl.dot(terms, k, dq, input_precision=PRECISION)
         row_terms = tl.dot(terms, ones, row_terms, input_precision="ieee")
         prior_k = tl.dot(rounded(a, q.dtype), k, prior_k, input_precision=PRECISION)
     row_term = any_column(row_terms)
     dq = (dq - row_term[:, None] * prior_k) * scale
     store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
-    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
+    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, lse, row_term)
 
 
 @triton.jit(do_not_specialize=["section"])
@@ -355,13 +358,13 @@ def stored_key_gradient(
         begin = tl.multiple_of((block + step) * ROWS, ROWS)
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
-        high, row_term = load_pairs(term_pairs_ptr + row_base * 2, begin, tokens, float("inf"), ROWS, TAIL)
+        lse, row_term = load_pairs(term_pairs_ptr + row_base * 2, begin, tokens, float("inf"), ROWS, TAIL)
         terms = load_terms(terms_base, place, keys, tokens, ROWS, KEYS, TAIL)
         place += length if PACKED else begin + ROWS
         raw = scores_by_key(k, q, keys, rows, keys_real, False, False, PRECISION)
         if step == 0:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
-        a = tl.exp2(raw * score_scale - high[None, :])
+        a = tl.exp2(raw * score_scale - lse[None, :])
         # One difference, not one of two products: in collapsed rows of strong messages both would be large.
         d_scores = widened(terms) - row_term[None, :] * a
         dk = tl.dot(rounded(d_scores, k.dtype), q, dk, input_precision=PRECISION)

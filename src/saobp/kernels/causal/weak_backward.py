@@ -1,6 +1,7 @@
-"""Gradients of strict causal attention of weak, known, positive strength: ``backward.py`` in half types.
+# mypy: ignore-errors
+"""Gradients of strict causal attention of known, weak repulsion: ``backward.py`` in bfloat16.
 
-In the same notation, with dO over the rows' normalisers (``scaled_gradients``) and d = dT - gamma u g:
+In the same notation, with dO over the rows' normalisers (``scaled_gradients``) and d = dT + gamma H = dT - gamma u g:
 
 1. ``weak_climb`` (over keys, from the last row up): dV, d^T Q, and for every block of rows two ``sums`` per key: the
    messages before the block, and -gamma times the sum of dT after it.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
-from saobp.kernels.causal.forward import larger, scores_by_key
+from saobp.kernels.causal.forward import lower_triangle, scores_by_key
 from saobp.kernels.causal.row_kernels import is_careful_head
 from saobp.kernels.causal.weak_forward import (
     add_rows,
@@ -66,10 +67,10 @@ from saobp.kernels.library.packed_bf16 import (
 
 @triton.jit
 def score_gradients(u, d_weights, refined, d_logits, triangle, later, pair):
-    """d = dT - gamma u g of a tile ``[keys, rows]``; ``d_weights`` is dO V^T - D, which times P is dT.
+    """d = dT - gamma u g of a tile ``[keys, rows]``; ``d_weights`` is dP - D, which times P (``refined``) is dT (``d_logits``).
 
     ``later`` ``[keys]`` is -gamma times the sum of dT over the rows after the tile; the triangle adds those within.
-    dT is recomputed inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost,
+    dT is computed again inside the sum, unrounded: added to a rounded dT, a term below its last digit would always be lost,
     in thousands of keys with the same sign, and the gradient of a sink accumulates these errors.
     """
     KIND: tl.constexpr = d_logits.dtype
@@ -85,16 +86,16 @@ def _climb(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, RECEIVES: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``[keys, ROWS]`` from ``stop`` up to ``start``, a multiple of ROWS.
+    """Tiles ``[keys, ROWS]`` from row ``stop`` up to row ``start``, a multiple of ROWS: dV and d^T Q so far.
 
-    ``message_sums`` holds log messages up to the tile's last row, the tile's are then subtracted. ``after``
+    ``message_sums`` starts as the log-message sums up to the tile's last row; the tile's are then subtracted. ``after``
     ``[keys, 16]`` has the sum of dT so far in every column.
     """
     KIND: tl.constexpr = k.dtype
     HALF: tl.constexpr = ROWS // 2
-    # Each half needs a quarter of the triangle; the rest is the sum of one half, which is needed anyway.
+    # The tile's rows come in two halves: for each a triangle of half the side, and its message sums, which are needed anyway.
     back = -weak_triangle(logarithm, HALF, RECEIVES, False)
-    ahead = larger(ROWS, KIND, RECEIVES == 2)
+    ahead = lower_triangle(ROWS, KIND, RECEIVES == 2)
     ones = tl.full([HALF, 16], 1.0, tl.float16)
     ones_here = tl.full([ROWS, 16], 1.0, KIND)
     last = tl.cdiv(stop - start, ROWS) - 1
@@ -104,10 +105,10 @@ def _climb(
         rows = begin + tl.arange(0, ROWS)
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
         grad = fetch_tile(gradients, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
-        high, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
+        lse, delta = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         rows_real = real_tokens(mask_base, rows, tokens, MASKED)
         raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
-        scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        scores, _, sender_prior = weak_prior(raw, lse, rows_real, score_scale, MASKED)
         u = boosted(rounded(sender_prior, KIND), pair)
         scores0, scores1 = halves(scores)
         sender_prior0, sender_prior1 = halves(sender_prior)
@@ -119,12 +120,12 @@ def _climb(
         message_sums -= sums_over_rows(messages1, ones) * logarithm[0]
         beliefs0 = tl.dot(messages0, back, scores0 + message_sums[:, None])
         message_sums -= sums_over_rows(messages0, ones) * logarithm[0]
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = joined(rounded(tl.exp2(beliefs0), KIND), rounded(tl.exp2(beliefs1), KIND))
         weights = drop(refined, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
-        d_weights = rounded(d_rows - delta[None, :], KIND)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
+        d_weights = rounded(dp - delta[None, :], KIND)
         d_logits = multiply(d_weights, refined)
         later = any_column(after) * -gamma
         after = tl.dot(d_logits, ones_here, after, input_precision="ieee")
@@ -202,12 +203,13 @@ def weak_climb(
 
 @triton.jit
 def _query_loop(
-    dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+    dq, prior_k, row_terms, q, grad, lse, delta, rows, rows_real, logarithm, pair, triangle,
     key_states, value_states, mask_base, sums_base,
     start, stop, tokens, score_scale, dropout,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     RECEIVES: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
+    """Keys from ``start`` to ``stop``: adds to (d K)^T and (a K)^T, and to t in parts, as ``add_rows``."""
     KIND: tl.constexpr = q.dtype
     for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
         begin = tl.multiple_of(start + step * KEYS, KEYS)
@@ -218,18 +220,18 @@ def _query_loop(
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past, later = load_pairs(sums_base, begin, stop, 0.0, KEYS, EDGE)
         raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, MASKED, PRECISION)
-        scores, a, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        scores, a, sender_prior = weak_prior(raw, lse, rows_real, score_scale, MASKED)
         prior = rounded(a, KIND)
         beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         refined = rounded(tl.exp2(beliefs), KIND)
         prior_k = tl.dot(tl.trans(k), prior, prior_k, input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
-        d_weights = rounded(d_rows - delta[None, :], KIND)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
+        d_weights = rounded(dp - delta[None, :], KIND)
         d_logits = multiply(d_weights, refined)
         u = boosted(rounded(sender_prior, KIND), pair)
         d_scores = score_gradients(
-            u, d_weights, refined, d_logits, larger(ROWS, KIND, RECEIVES == 2), later, pair
+            u, d_weights, refined, d_logits, lower_triangle(ROWS, KIND, RECEIVES == 2), later, pair
         )
         row_terms = add_rows(row_terms, d_scores)
         dq = tl.dot(tl.trans(k), d_scores, dq, input_precision=PRECISION)
@@ -248,7 +250,7 @@ def weak_query_gradient(
     RECEIVES: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of the span's rows, and t, interleaved with the log-sum-exp."""
+    """dQ of a block of the span's rows, and ``term_pairs`` ``[rows, 2]``: log-sum-exp and t."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
     row_start = span_start + slot * ROWS
@@ -274,7 +276,7 @@ def weak_query_gradient(
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     q = load_rows(q_base, row_start, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     grad = load_rows(g_base, row_start, tokens, g_row, ROWS, DIM, BLOCK_DIM, True)
-    high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
+    lse = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     dq = tl.zeros([BLOCK_DIM, ROWS], tl.float32)
@@ -283,7 +285,7 @@ def weak_query_gradient(
     for EDGE in tl.static_range(2):
         start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
         dq, prior_k, row_terms = _query_loop(
-            dq, prior_k, row_terms, q, grad, high, delta, rows, rows_real, logarithm, pair, triangle,
+            dq, prior_k, row_terms, q, grad, lse, delta, rows, rows_real, logarithm, pair, triangle,
             key_states, value_states, mask_base, sums_ptr + sums_base * 2,
             start, stop, tokens, score_scale, dropout,
             ROWS, KEYS, DIM, BLOCK_DIM, EDGE, RECEIVES, MASKED, DROPS, PRECISION, MAPPED,
@@ -292,7 +294,7 @@ def weak_query_gradient(
     dq = (dq - row_term[None, :] * prior_k) * scale
     dq_base = states_base(dq_ptr, batch, head, first, d_batch, d_head, d_row)
     store_rows(dq_base, row_start, tokens, d_row, tl.trans(dq), ROWS, DIM, BLOCK_DIM)
-    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, high, row_term)
+    store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, lse, row_term)
 
 
 @triton.jit
@@ -301,16 +303,17 @@ def _prior_loop(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
+    """Rows from ``start`` to ``stop``: adds to (a t)^T Q."""
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
         begin = tl.multiple_of(start + step * ROWS, ROWS)
         local = tl.arange(0, ROWS)
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
-        high, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
+        lse, row_term = load_pairs(pair_base, begin, tokens, float("inf"), ROWS, EDGE)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         rows = begin + local
         if EDGE:
             raw = tl.where(keys[:, None] <= rows[None, :], raw, float("-inf"))
-        weights = tl.exp2(raw * score_scale - high[None, :]) * row_term[None, :]
+        weights = tl.exp2(raw * score_scale - lse[None, :]) * row_term[None, :]
         dk = tl.dot(rounded(weights, q.dtype), q, dk, input_precision=PRECISION)
     return dk
 

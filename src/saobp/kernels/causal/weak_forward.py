@@ -1,4 +1,5 @@
-"""Strict causal attention of weak, known, positive strength: sweeps 2 and 3 of ``forward.py`` in half types.
+# mypy: ignore-errors
+"""Strict causal attention of known, weak repulsion (0 < gamma <= 0.21): sweeps 2 and 3 of ``forward.py`` in bfloat16.
 
 Tiles are ``[keys, rows]``, so that messages, the first operand of products, stay in registers. No message raises a
 belief, so beliefs relative to the row's log-sum-exp need no maximum; a block of rows whose normaliser comes near
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.causal.block_indexing import key_walk, row_walk, slot_place
-from saobp.kernels.causal.forward import scores_by_key, smaller
+from saobp.kernels.causal.forward import scores_by_key, upper_triangle
 from saobp.kernels.library.arithmetic import (
     drop,
     fetch_tile,
@@ -23,13 +24,13 @@ from saobp.kernels.library.arithmetic import (
     store_rows,
 )
 from saobp.kernels.library.indexing import head_base, locate_sorted, mask_base_of, states_base, states_of
-from saobp.kernels.library.packed_bf16 import pair_logarithm, rounded, short_log2, widened
+from saobp.kernels.library.packed_bf16 import half_log2, pair_logarithm, rounded, widened
 
 
 @triton.jit
-def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
-    """Relative scores of a tile ``[keys, rows]``, prior weights, and these with 0 in padding rows, which send no message."""
-    scores = raw * score_scale - high[None, :]
+def weak_prior(raw, lse, rows_real, score_scale, MASKED: tl.constexpr):
+    """Scores minus log-sum-exp of a tile ``[keys, rows]``, prior weights, and these with 0 in padding rows, which send no message."""
+    scores = raw * score_scale - lse[None, :]
     a = tl.exp2(scores)
     if MASKED:
         return scores, a, tl.where(rows_real[None, :], a, 0.0)
@@ -39,14 +40,17 @@ def weak_prior(raw, high, rows_real, score_scale, MASKED: tl.constexpr):
 
 @triton.jit
 def weak_log_messages(a, logarithm):
-    """Log messages over their slope, in float16."""
-    return short_log2(rounded(a, tl.float16), logarithm)
+    """log2(1 - gamma a) / l0 in float16, where l0 is the slope at a = 0."""
+    return half_log2(rounded(a, tl.float16), logarithm)
 
 
 @triton.jit
 def weak_triangle(logarithm, ROWS: tl.constexpr, RECEIVES: tl.constexpr, RECEIVED: tl.constexpr):
-    """``[ROWS, ROWS]``: the messages' slope where the first row's are RECEIVED by the second, or where they are not; else 0."""
-    received = smaller(ROWS, tl.float32, RECEIVES == 2)
+    """``[sender, receiver]``: l0, the unit of ``weak_log_messages``, where a message is received, or if not RECEIVED where it is not.
+
+    Entries are 0 elsewhere.
+    """
+    received = upper_triangle(ROWS, tl.float32, RECEIVES == 2)
     return ((received if RECEIVED else 1.0 - received) * logarithm[0]).to(tl.float16)
 
 
@@ -57,7 +61,7 @@ def _first(one, other):
 
 @triton.jit
 def any_column(tile):
-    """``[keys]`` from a tile whose columns are equal, without communication between threads."""
+    """One column ``[keys]`` of a tile whose columns are equal, without communication between threads."""
     return tl.reduce(tile, 1, _first)
 
 
@@ -96,7 +100,7 @@ def joined(earlier, later):
 
 @triton.jit
 def store_sums(base, keys, tokens, keys_real, sums, MASKED: tl.constexpr):
-    """One number per key, 0 for padding."""
+    """Stores one number per key, 0 for padding."""
     if MASKED:
         sums = tl.where(keys_real, sums, 0.0)
     tl.store(base + keys, sums, mask=keys < tokens)
@@ -104,9 +108,9 @@ def store_sums(base, keys, tokens, keys_real, sums, MASKED: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexpr):
-    """Two numbers per position from ``begin`` on, of ``[length, 2]``; beyond the sequence ``other`` and 0.
+    """Two vectors ``[SIZE]`` from position ``begin`` on of ``[length, 2]``; beyond the sequence ``other`` and 0.
 
-    There are as many as threads, so each is loaded once; a vector of a tile's side would be loaded by every thread.
+    Interleaved, there are as many numbers as threads, so each is loaded once; a vector of 64 would be loaded by several threads.
     """
     local = tl.arange(0, SIZE)
     pointers = base + 2 * begin + 2 * local[:, None] + tl.arange(0, 2)[None, :]
@@ -120,13 +124,14 @@ def load_pairs(base, begin, tokens, other, SIZE: tl.constexpr, EDGE: tl.constexp
 
 @triton.jit
 def store_pairs(base, places, tokens, one, two):
+    """Stores two numbers per position, as ``load_pairs`` loads them."""
     pointers = base + 2 * places[:, None] + tl.arange(0, 2)[None, :]
     tl.store(pointers, tl.join(one, two), mask=(places < tokens)[:, None])
 
 
 @triton.jit
 def store_key_pairs(base, keys, tokens, keys_real, one, two, MASKED: tl.constexpr):
-    """Two numbers per key, 0 for padding."""
+    """``store_pairs`` of keys, 0 for padding."""
     if MASKED:
         one, two = tl.where(keys_real, one, 0.0), tl.where(keys_real, two, 0.0)
     store_pairs(base, keys, tokens, one, two)
@@ -139,7 +144,7 @@ def _add_weak(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile's messages, summed by a product with ones."""
+    """Rows from ``start`` to ``stop``: as ``forward._add_earlier``, with messages summed by a product with ones."""
     ones = tl.full([ROWS, 16], 1.0, tl.float16)
     place = slot_place((start - span_start) // ROWS, span_start, length, ROWS, PACKED)
     for step in tl.range(0, tl.cdiv(stop - start, ROWS)):
@@ -150,11 +155,11 @@ def _add_weak(
         store_sums(past_base + place, keys, seen, keys_real, message_sums, MASKED)
         place += length if PACKED else begin + ROWS
         q = fetch_tile(queries, begin, tokens, ROWS, DIM, BLOCK_DIM, EDGE, MAPPED)
-        high = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
+        lse = load_vector(lse_base + begin, local, tokens - begin, float("inf"), EDGE)
         if MASKED:
-            high = tl.where(real_tokens(mask_base, rows, tokens, MASKED), high, float("inf"))
+            lse = tl.where(real_tokens(mask_base, rows, tokens, MASKED), lse, float("inf"))
         raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, False, PRECISION)
-        _, a, _ = weak_prior(raw, high, keys_real, score_scale, False)
+        _, a, _ = weak_prior(raw, lse, keys_real, score_scale, False)
         message_sums += sums_over_rows(weak_log_messages(a, logarithm), ones) * logarithm[0]
     return message_sums
 
@@ -167,7 +172,7 @@ def weak_messages(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Sum of log messages about each key before every block of the span's rows, and after the span."""
+    """As ``forward.earlier_messages``."""
     block, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
@@ -194,11 +199,12 @@ def weak_messages(
 
 @triton.jit
 def _add_output(
-    totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
+    totals, out, q, lse, rows, rows_real, key_states, value_states, mask_base, past_base,
     start, stop, tokens, score_scale, logarithm, triangle, dropout,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EDGE: tl.constexpr,
     MASKED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
+    """Keys from ``start`` to ``stop``: adds refined weights to ``totals``, as ``add_rows``, and their output ``[BLOCK_DIM, rows]``."""
     for step in tl.range(0, tl.cdiv(stop - start, KEYS)):
         begin = tl.multiple_of(start + step * KEYS, KEYS)
         local = tl.arange(0, KEYS)
@@ -207,7 +213,7 @@ def _add_output(
         keys_real = real_tokens(mask_base, keys, tokens, MASKED)
         past = load_vector(past_base + begin, local, stop - begin, 0.0, EDGE)
         raw = scores_by_key(k, q, keys, rows, keys_real, EDGE, MASKED, PRECISION)
-        scores, _, sender_prior = weak_prior(raw, high, rows_real, score_scale, MASKED)
+        scores, _, sender_prior = weak_prior(raw, lse, rows_real, score_scale, MASKED)
         v = fetch_tile(value_states, begin, tokens, KEYS, DIM, BLOCK_DIM, EDGE, MAPPED)
         beliefs = tl.dot(weak_log_messages(sender_prior, logarithm), triangle, scores + past[:, None])
         refined = rounded(tl.exp2(beliefs), v.dtype)
@@ -248,7 +254,7 @@ def weak_output(
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     logarithm = pair_logarithm(message)
     triangle = weak_triangle(logarithm, ROWS, RECEIVES, True)
-    high = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
+    lse = load_vector(lse_ptr + row_base, rows, tokens, float("inf"), True)
     rows_real = real_tokens(mask_base, rows, tokens, MASKED)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     totals = tl.zeros([KEYS // 16, 8, ROWS], tl.float32)
@@ -256,12 +262,12 @@ def weak_output(
     for EDGE in tl.static_range(2):
         start, stop = key_walk(row_start, tokens, ROWS, KEYS, EDGE)
         totals, out = _add_output(
-            totals, out, q, high, rows, rows_real, key_states, value_states, mask_base, past_base,
+            totals, out, q, lse, rows, rows_real, key_states, value_states, mask_base, past_base,
             start, stop, tokens, score_scale, logarithm, triangle, dropout,
             KEYS, DIM, BLOCK_DIM, EDGE, MASKED, DROPS, PRECISION, MAPPED,
         )  # fmt: skip
     total = tl.sum(tl.sum(totals, 0), 0)
-    visible = (high < float("inf")) & (total > 0)
+    visible = (lse < float("inf")) & (total > 0)
     out *= tl.where(visible, keep_scale / total, 0.0)[None, :]
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, tl.trans(out), ROWS, DIM, BLOCK_DIM)
@@ -269,5 +275,5 @@ def weak_output(
         belief_ptr + row_base + rows, tl.where(visible, tl.log2(total), float("inf")), mask=rows < tokens
     )
     # Messages of a negative strength raise beliefs, which may overflow: those heads need care too.
-    lowest = tl.where(message[0] < 0.0, 0.0, tl.min(tl.where(high < float("inf"), total, 1.0), 0))
+    lowest = tl.where(message[0] < 0.0, 0.0, tl.min(tl.where(lse < float("inf"), total, 1.0), 0))
     tl.store(lowest_ptr + lowest_place, lowest)

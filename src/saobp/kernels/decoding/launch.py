@@ -21,21 +21,25 @@ from saobp.kernels.runtime.launcher import (
 )
 
 LINE = 64
-"""Rows of sums of messages are this many numbers, or a multiple, apart: kernels rely on 16."""
+"""Rows of message sums are a multiple of this many numbers apart; kernels rely on 16."""
 
 CACHE_LINE = 128
 """Bytes of a cache line of the GPU; tensors in the scratch buffer begin at multiples."""
 
 
 class StepBlock(NamedTuple):
-    """Keys of a tile, warps and stages of ``attend_part``, its programs per multiprocessor, keys of a program of
-    ``finish_row``."""
+    """Launch of a step.
+
+    keys, warps, stages: tile of ``attend_part``
+    programs:            its programs per multiprocessor
+    finish_keys:         keys of a program of ``finish_row``
+    """
 
     keys: int = 64
     warps: int = 4
     stages: int = 3
     programs: int = 2
-    finished: int = 2048
+    finish_keys: int = 2048
 
 
 HALF, FULL = StepBlock(), StepBlock(32, 4, 1)
@@ -94,8 +98,8 @@ class StepLayout(NamedTuple):
     """All that the launches of a step depend on but addresses: the key of its plan.
 
     dtypes:     of query, key, value and strength; ``past`` is float32, a mask int8
-    past_line:  distance of rows of ``past``
-    mask_batch: distance of the mask's sequences, 0 if one serves all
+    past_line:  row stride of ``past``
+    mask_batch: batch stride of the mask, 0 if one row serves all
     """
 
     query_shape: tuple[int, ...]
@@ -171,7 +175,7 @@ def _make_plan(step: StepLayout) -> StepPlan:
     wanted = places // lines if hopper else ceil_div(places, lines)
     part_tiles = ceil_div(tiles, max(1, min(tiles, wanted)))
     parts = ceil_div(tiles, part_tiles)
-    blocks = ceil_div(keys, block.finished)
+    blocks = ceil_div(keys, block.finish_keys)
     width = max(16, next_power_of_2(dim))
     fixed = {"DIM": dim, "BLOCK_DIM": width, "KEYS": block.keys}
     attend_fixed = {
@@ -180,7 +184,7 @@ def _make_plan(step: StepLayout) -> StepPlan:
         "num_warps": block.warps, "num_stages": block.stages, "STAGES": block.stages,
     }  # fmt: skip
     finish_fixed = {
-        **fixed, "SIZE": block.finished, "PARTS": next_power_of_2(parts), "PDL": hopper, "num_warps": 4,
+        **fixed, "SIZE": block.finish_keys, "PARTS": next_power_of_2(parts), "PDL": hopper, "num_warps": 4,
         **({"launch_pdl": True} if hopper else {}),
     }  # fmt: skip
     sizes = {

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One new row of strict causal attention against cached keys, values and messages: two launches.
 
 With c_k the sum of log messages about key k before the row, its refined row is softmax(s + c), and the row's own prior
@@ -25,7 +26,7 @@ SEEN_BY_PADDING = tl.constexpr(2)
 
 @triton.jit
 def add_sum(top, total, other_top, other_total):
-    """A sum relative to 2^top and another one, and what both together are relative to."""
+    """Maximum and sum of exponentials of two sets, from each one's (online softmax)."""
     raised = tl.maximum(top, other_top)
     anchor = finite(raised)
     return raised, total * tl.exp2(top - anchor) + other_total * tl.exp2(other_top - anchor)
@@ -111,7 +112,7 @@ def attend_part(
 
 @triton.jit
 def log2_of_rest(x):
-    """log2(1 - x) in all digits of float32, for 1 - x above 0: as ``log2_message``, with fewer instructions.
+    """log2(1 - x) in all digits of float32, for x < 1: as ``log2_message`` if PRECISE is 2, in fewer instructions.
 
     1 - x = 2^n (1 + f) with 1 + f from 0.71 to 1.41. What rounding 1 - x lost is added to f. The polynomial was fitted for equal
     relative errors, 1.3e-7 at most.

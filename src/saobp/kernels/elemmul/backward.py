@@ -1,6 +1,7 @@
+# mypy: ignore-errors
 """Gradients of ElemMul: sweeps over keys, rows and keys again, no atomics.
 
-With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the two attentions O = P G and G = B V of ``forward.py``:
+With P_ik = A_ik n_k / z_i and B_kj = A_jk / n_k, the weights of the two attentions O = P G and G = B V of ``forward.py``:
 
 1. ``row_terms``: D_i = dO_i . O_i.
 2. ``gathered_gradient`` (over keys): dG = P^T dO and F = P^T D.
@@ -19,6 +20,8 @@ the log-sum-exp has so few digits that this sum is 1 only to 1e-4. Padding rows 
 
 G is stored minus the mean c of V, and dG_k minus the mean g of dO times m_k = sum_i P_ik, to keep small
 differences: D becomes dO . (O - c), and dG_k . V_i the stored part's product plus m_k (g . V_i).
+
+Names in the code: ``delta`` is D, ``d_gathered`` dG, ``key_delta`` F, ``mass`` m, ``prior_delta`` E, ``offset`` g . V.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
-from saobp.kernels.elemmul.centering import load_centre, usual_weight, with_digits_of
+from saobp.kernels.elemmul.centering import geometric_mean, load_centre, with_digits_of
 from saobp.kernels.elemmul.forward import FLOOR
 from saobp.kernels.library.arithmetic import (
     load_lse,
@@ -40,7 +43,7 @@ from saobp.kernels.library.arithmetic import (
 from saobp.kernels.library.indexing import head_base, locate, row_bases, states_base, tile_walk
 
 STRETCH = tl.constexpr(2.0**14)
-"""P, which is at most 1, is scaled by this before rounding: its deviations are small for float16."""
+"""P, which is at most 1, is scaled by this before it is rounded: differences from the mean are small for float16."""
 
 
 @triton.jit
@@ -50,7 +53,7 @@ def row_terms(
     heads, group, length, blocks,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dO . (O - c) and g . V of a block of rows, in float32."""
+    """D = dO . (O - c) and ``offset`` g . V of a block of rows, in float32."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     rows = block * ROWS + tl.arange(0, ROWS)
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
@@ -68,12 +71,12 @@ def row_terms(
 
 @triton.jit
 def _gathered_loop(
-    d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
+    d_gathered, key_delta, mass, k, stretched, mean_weight, q_base, q_row, g_base, g_row, lse_base, low_plane, inverse_base, delta_base,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dG with weights centred (``usual``) and scaled; F and m before the key's common factor n."""
+    """dG with weights centred (``mean_weight``) and scaled; F and m before the key's common factor n."""
     for begin in tl.range(start, stop, ROWS):
         rows = begin + tl.arange(0, ROWS)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, TAIL)
@@ -87,7 +90,7 @@ def _gathered_loop(
         p *= inverse[None, :]
         mass += tl.sum(p, 1)
         key_delta += tl.sum(p * delta[None, :], 1)
-        p = p * stretched[:, None] - usual[:, None]
+        p = p * stretched[:, None] - mean_weight[:, None]
         grad = load_rows(g_base, begin, tokens, g_row, ROWS, DIM, BLOCK_DIM, TAIL)
         d_gathered = tl.dot(p.to(grad.dtype), grad, d_gathered, input_precision=PRECISION)
     return d_gathered, key_delta, mass
@@ -113,9 +116,9 @@ def gathered_gradient(
     row_base = head_base(0, batch, head, first, heads, length)
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     received = load_vector(received_ptr + row_base, keys, tokens, 0.0, True)
-    usual = usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
-    usual *= received * tl.exp2(tl.load(d_level_ptr + tl.program_id(0) // blocks))
-    usual = with_digits_of(usual, grad_ptr.dtype.element_ty) * STRETCH
+    mean_weight = geometric_mean(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
+    mean_weight *= received * tl.exp2(tl.load(d_level_ptr + tl.program_id(0) // blocks))
+    mean_weight = with_digits_of(mean_weight, grad_ptr.dtype.element_ty) * STRETCH
     stretched = received * STRETCH
     d_gathered = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     key_delta = tl.zeros([KEYS], tl.float32)
@@ -123,23 +126,25 @@ def gathered_gradient(
     walk = tile_walk(tokens, ROWS)
     for TAIL in tl.static_range(2):
         d_gathered, key_delta, mass = _gathered_loop(
-            d_gathered, key_delta, mass, k, stretched, usual, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
+            d_gathered, key_delta, mass, k, stretched, mean_weight, q_base, q_row, g_base, g_row, lse_ptr + row_base, low_plane,
             inverse_ptr + row_base, delta_ptr + row_base,
             walk[TAIL], walk[TAIL + 1], tokens, score_scale, ROWS, DIM, BLOCK_DIM, TAIL, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
-    counts = received > 0
-    mass = tl.where(counts, mass * received, 0.0)
+    attended = received > 0
+    mass = tl.where(attended, mass * received, 0.0)
     d_centre = load_centre(d_centre_ptr, blocks, BLOCK_DIM)
-    d_gathered = d_gathered * (1.0 / STRETCH) - (mass - tokens * usual * (1.0 / STRETCH))[:, None] * d_centre
-    d_gathered = tl.where(counts[:, None], d_gathered, 0.0).to(d_gathered_ptr.dtype.element_ty)
+    d_gathered = (
+        d_gathered * (1.0 / STRETCH) - (mass - tokens * mean_weight * (1.0 / STRETCH))[:, None] * d_centre
+    )
+    d_gathered = tl.where(attended[:, None], d_gathered, 0.0).to(d_gathered_ptr.dtype.element_ty)
     key_delta = key_delta * received + tl.sum(
         (d_gathered.to(tl.float32) + mass[:, None] * d_centre) * load_centre(centre_ptr, blocks, BLOCK_DIM), 1
     )
     d_base = states_base(d_gathered_ptr, batch, head, first, m_batch, m_head, m_row)
     store_rows(d_base, block * KEYS, tokens, m_row, d_gathered, KEYS, DIM, BLOCK_DIM)
-    tl.store(key_delta_ptr + row_base + keys, tl.where(counts, key_delta, 0.0), mask=keys < tokens)
+    tl.store(key_delta_ptr + row_base + keys, tl.where(attended, key_delta, 0.0), mask=keys < tokens)
     tl.store(mass_ptr + row_base + keys, mass, mask=keys < tokens)
-    inverse_received = tl.where(counts, 1.0 / tl.where(counts, received, 1.0), 0.0)
+    inverse_received = tl.where(attended, 1.0 / tl.where(attended, received, 1.0), 0.0)
     tl.store(inverse_received_ptr + row_base + keys, inverse_received, mask=keys < tokens)
 
 

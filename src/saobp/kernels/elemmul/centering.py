@@ -1,12 +1,14 @@
-"""Centres subtracted before ElemMul rounds: means of heads, and each key's usual weight.
+# mypy: ignore-errors
+"""What ElemMul subtracts before it rounds: means of heads, and of each key the geometric mean of its weights.
 
 In a nearly uniform head the scores' gradient depends only on differences of weights, which are little larger than
-their rounding errors. So the products over rows are taken of weights minus a number u_k per key:
+their rounding errors. So the products over rows are taken of weights minus a number u_k per key (``mean_weight``):
 
     sum_j w_jk x_j - (sum_j w_jk) mean(x) = sum_j (w_jk - u_k) x_j - (sum_j w_jk - rows u_k) mean(x)
 
 u_k is the geometric mean of the key's weights, which needs no sweep: their logarithms are scores minus log-sum-exps,
-so it follows from the mean query. It is never above their mean, so it costs no head any digits.
+so it follows from the mean query and the mean log-sum-exp (``level``). It is never above the arithmetic mean, so it costs no head
+any digits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def value_centres(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Means over a head's real rows in float32: values, queries and, in ``level``, log-sum-exp; then the number of real rows."""
+    """Means over a head's real rows in float32: of values (``centre``) and queries; ``level``: mean log-sum-exp, number of real rows."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -64,7 +66,7 @@ def gradient_centres(
     heads, length,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Mean of all rows of a head's dO, and the mean of log2(1 / z) over its real rows."""
+    """Mean of a head's dO over all rows (``d_centre``), and of log2(1 / z) over its real rows (``d_level``)."""
     _, batch, head, first, tokens = locate(tl.program_id(0), 1, heads, length, cu_ptr, PACKED)
     base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     inverse_base = head_base(inverse_ptr, batch, head, first, heads, length)
@@ -86,13 +88,13 @@ def gradient_centres(
 
 @triton.jit
 def load_centre(centre_ptr, blocks, BLOCK_DIM: tl.constexpr):
-    """The centre of this program's head, shaped to broadcast against its rows."""
+    """The mean ``[1, BLOCK_DIM]`` of this program's head."""
     return tl.load(centre_ptr + tl.program_id(0) // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM))[None, :]
 
 
 @triton.jit
-def usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM: tl.constexpr):
-    """Geometric mean over real rows of each key's A."""
+def geometric_mean(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM: tl.constexpr):
+    """Geometric mean of each key's A over real rows, ``[keys]``."""
     raw = tl.sum(k.to(tl.float32) * load_centre(q_centre_ptr, blocks, BLOCK_DIM), 1)
     return tl.exp2(raw * score_scale - tl.load(level_ptr + 2 * (tl.program_id(0) // blocks)))
 
@@ -105,7 +107,7 @@ def count_real(level_ptr, blocks):
 
 @triton.jit
 def with_digits_of(x, dtype: tl.constexpr):
-    """float32 rounded to the precision, not the range, of a half type: 0 minus this is not rounded again."""
+    """float32 rounded to the digits, not the range, of a half type: where a weight is 0, what is subtracted is not rounded again."""
     dropped: tl.constexpr = 13 if dtype == tl.float16 else 16
     bits = x.to(tl.int32, bitcast=True) + (1 << (dropped - 1))
     return (bits & -(1 << dropped)).to(tl.float32, bitcast=True)

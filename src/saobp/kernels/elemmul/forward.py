@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Bidirectional ElemMul without forming A A^T: attention applied twice, in memory linear in length.
 
 Row i of the normalised A A^T reaches the values through the keys. With n_k = sum_j A_jk over real rows j,
@@ -5,11 +6,11 @@ Row i of the normalised A A^T reaches the values through the keys. With n_k = su
     G_k = sum_j (A_jk / n_k) V_j                mean value of the rows that attend to key k
     O_i = sum_k (A_ik n_k / z_i) G_k            with z_i = sum_k A_ik n_k
 
-Both weights sum to one, so G and O stay within the range of V in any precision. G is stored in the
-precision of V minus the mean of V: in nearly uniform heads rows of G differ little, and the gradient of the
-scores depends on these differences only. For the same reason weights are rounded after subtracting a key's usual
-weight, see ``centering.py``. ``row_sums`` of ``bidirectional/sums.py`` and ``value_centres`` come first; then
-``gathered_values`` over keys and ``elemmul_output`` over rows.
+Both weights sum to one, so G and O stay within the range of V in any precision. G is stored in the precision of V minus the
+mean of V (``centre``): in nearly uniform heads rows of G differ little, and the gradient of the scores depends on these
+differences only. For the same reason weights are rounded after subtracting their key's geometric mean, see ``centering.py``.
+In the code ``gathered`` is G and ``received`` n. ``row_sums`` of ``bidirectional/sums.py`` and ``value_centres`` come first;
+then ``gathered_values`` over keys and ``elemmul_output`` over rows.
 
 Two rows that share no key have similarity FLOOR, as in the specification. It matters to padding rows only:
 a real row is similar to itself.
@@ -21,7 +22,13 @@ import triton
 import triton.language as tl
 
 from saobp.kernels.bidirectional.sums import raw_scores
-from saobp.kernels.elemmul.centering import count_real, load_centre, power_below, usual_weight, with_digits_of
+from saobp.kernels.elemmul.centering import (
+    count_real,
+    geometric_mean,
+    load_centre,
+    power_below,
+    with_digits_of,
+)
 from saobp.kernels.library.arithmetic import (
     load_lse,
     load_rows,
@@ -41,9 +48,9 @@ NOTHING = tl.constexpr(2.0**-120)
 
 @triton.jit
 def _anchor(weights, top):
-    """Reference near the largest weight so far, and the factor that rescales sums to it: float16 needs it for its range.
+    """Online maximum of weights, for the range of float16: the largest so far as a power of two, and the factor for sums so far.
 
-    A power of two, so that scaling is exact.
+    Powers of two, so that scaling is exact.
     """
     raised = tl.maximum(top, power_below(tl.max(weights, 1)))
     return raised, top / raised
@@ -51,7 +58,7 @@ def _anchor(weights, top):
 
 @triton.jit
 def _gather_loop(
-    out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_base, low_plane,
+    out, total, top, mean_weight, k, q_base, q_row, v_base, v_row, mask_base, lse_base, low_plane,
     start, stop, tokens, score_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, ANCHORED: tl.constexpr,
     PRECISE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,16 +73,16 @@ def _gather_loop(
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         a = tl.exp2(relative(raw, high[None, :], low[None, :], score_scale, PRECISE))
         total += tl.sum(a, 1)
-        taken_off = usual
+        subtracted = mean_weight
         if ANCHORED:
             top, shrink = _anchor(a, top)
             a *= (1.0 / top)[:, None]
-            taken_off *= 1.0 / top
+            subtracted *= 1.0 / top
             out *= shrink[:, None]
         if MASKED:
-            a -= taken_off[:, None] * real.to(tl.float32)[None, :]
+            a -= subtracted[:, None] * real.to(tl.float32)[None, :]
         else:
-            a -= taken_off[:, None]
+            a -= subtracted[:, None]
         v = load_rows(v_base, begin, tokens, v_row, ROWS, DIM, BLOCK_DIM, TAIL)
         out = tl.dot(a.to(v.dtype), v, out, input_precision=PRECISION)
     return out, total, top
@@ -101,26 +108,26 @@ def gathered_values(
     k = load_rows(k_base, block * KEYS, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     out = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     total = tl.zeros([KEYS], tl.float32)
-    usual = usual_weight(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
-    usual = with_digits_of(usual, v_ptr.dtype.element_ty)
+    mean_weight = geometric_mean(k, q_centre_ptr, level_ptr, blocks, score_scale, BLOCK_DIM)
+    mean_weight = with_digits_of(mean_weight, v_ptr.dtype.element_ty)
     if ANCHORED:
-        top = tl.maximum(power_below(usual), NOTHING)
+        top = tl.maximum(power_below(mean_weight), NOTHING)
     else:
         top = tl.full([KEYS], 1.0, tl.float32)
     walk = tile_walk(tokens, ROWS)
     for TAIL in tl.static_range(2):
         out, total, top = _gather_loop(
-            out, total, top, usual, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
+            out, total, top, mean_weight, k, q_base, q_row, v_base, v_row, mask_base, lse_ptr + row_base, low_plane,
             walk[TAIL], walk[TAIL + 1], tokens, score_scale, ROWS, DIM, BLOCK_DIM, TAIL, ANCHORED, PRECISE, MASKED, PRECISION,
         )  # fmt: skip
-    counts = real_tokens(mask_base, keys, tokens, MASKED) & (total > NOTHING)
-    inverse = 1.0 / tl.where(counts, total, 1.0)
-    unusual = (total - count_real(level_ptr, blocks) * usual) * inverse
-    out = out * (top * inverse)[:, None] - unusual[:, None] * load_centre(centre_ptr, blocks, BLOCK_DIM)
-    out = tl.where(counts[:, None], out, 0.0)
+    attended = real_tokens(mask_base, keys, tokens, MASKED) & (total > NOTHING)
+    inverse = 1.0 / tl.where(attended, total, 1.0)
+    excess = (total - count_real(level_ptr, blocks) * mean_weight) * inverse
+    out = out * (top * inverse)[:, None] - excess[:, None] * load_centre(centre_ptr, blocks, BLOCK_DIM)
+    out = tl.where(attended[:, None], out, 0.0)
     gathered_base = states_base(gathered_ptr, batch, head, first, m_batch, m_head, m_row)
     store_rows(gathered_base, block * KEYS, tokens, m_row, out, KEYS, DIM, BLOCK_DIM)
-    tl.store(received_ptr + row_base + keys, tl.where(counts, total, 0.0), mask=keys < tokens)
+    tl.store(received_ptr + row_base + keys, tl.where(attended, total, 0.0), mask=keys < tokens)
 
 
 @triton.jit

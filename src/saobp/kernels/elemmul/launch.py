@@ -55,8 +55,8 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), saved_slices(spec)[0])
     numbers = _numbers(spec, query, key, value) | {"ANCHORED": spec.dtype == torch.float16}
     block = sweep_block(spec, "row_sums")
-    own = blocks(spec, block, block.rows, block.keys)
-    launches.add(sums.row_sums, spec.programs(block.rows), numbers | own, senders="strength")
+    sizes = blocks(spec, block, block.rows, block.keys)
+    launches.add(sums.row_sums, spec.programs(block.rows), numbers | sizes, senders="strength")
     _add_centres(launches, spec, centering.value_centres, numbers)
     _add_sweep(launches, spec, forward.gathered_values, numbers)
     _add_sweep(launches, spec, forward.elemmul_output, numbers, by_rows=True)
@@ -74,8 +74,8 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
     numbers = _numbers(spec, query, key, value) | strides("g", grad)
     _add_centres(launches, spec, centering.gradient_centres, numbers)
-    own = {**strides("o", out), "blocks": ceil_div(spec.longest, 64), "ROWS": 64}
-    launches.add(backward.row_terms, spec.programs(64), numbers | own)
+    sizes = {**strides("o", out), "blocks": ceil_div(spec.longest, 64), "ROWS": 64}
+    launches.add(backward.row_terms, spec.programs(64), numbers | sizes)
     _add_sweep(launches, spec, backward.gathered_gradient, numbers)
     _add_sweep(launches, spec, backward.row_gradients, numbers, by_rows=True)
     _add_sweep(launches, spec, backward.elemmul_key_gradient, numbers)
@@ -96,10 +96,10 @@ def _add_centres(launches: LaunchSequence, spec: CallSpec, kernel: Any, numbers:
 
 def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """Arguments common to the sweeps."""
-    own = spec.states_strides
+    state_strides = spec.states_strides
     return {
         **strides("q", query), **strides("k", key), **strides("v", value),
-        **named_strides("m", own), **named_strides("o", own), **named_strides("d", spec.gradient_strides),
+        **named_strides("m", state_strides), **named_strides("o", state_strides), **named_strides("d", spec.gradient_strides),
         **spec.numbers, **spec.constants,
         "low_plane": spec.low_plane, "PRECISE": spec.precise, "scale": spec.scale,
     }  # fmt: skip

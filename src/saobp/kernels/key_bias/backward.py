@@ -1,7 +1,8 @@
+# mypy: ignore-errors
 """Key bias from a part of the rows, gradients: two sweeps over all rows and two over the sending ones, no atomics.
 
-With P the refined rows, D = rowsum(dO * O), dT = P * (dO V^T - D), and for a sending row i, u = a / (1 - gamma a) and
-h = u dc, where dc = share sum_j dT and share = real rows over sending rows:
+With P the refined rows, D = rowsum(dO * O), dT = P * (dP - D), dP = dO V^T, and for a sending row u = a / (1 - gamma a) and
+h = u dc, where dc = rows_per_sender sum_j dT (``library.senders``):
 
 1. ``row_products`` of ``masked.backward``: D, with the rounding error of O (``rest``) added back, which strong attraction
    would magnify.
@@ -11,6 +12,8 @@ h = u dc, where dc = share sum_j dT and share = real rows over sending rows:
 5. ``sender_key_gradient`` (over keys, sending rows): adds gamma (S a - h)^T Q to dK.
 
 The derivative with respect to gamma is the sum of -S.
+
+Names in the code: ``delta`` is D, ``dp`` dP, ``d_logits`` dT, ``sums_grad`` dc, ``row_term`` S.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def key_value_gradient(
     g_base = states_base(grad_ptr, batch, head, first, g_batch, g_head, g_row)
     d_base = states_base(0, batch, head, first, d_batch, d_head, d_row)
     row_base = head_base(0, batch, head, first, heads, length)
-    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    sender_list, count, rows_per_sender = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -83,19 +86,19 @@ def key_value_gradient(
         delta = load_vector(delta_ptr + row_base, rows, tokens, 0.0, TAIL)
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         refined = biased_weights(raw, bias, high[None, :], low[None, :], score_scale, PRECISE)
-        d_rows = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = refined.to(KIND)
-        d_rows = drop_scaled(d_rows, dropout, rows[None, :], keys[:, None], DROPS)
+        dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
         dropped = drop(dropped, dropout, rows[None, :], keys[:, None], DROPS)
         dv = tl.dot(dropped, grad, dv, input_precision=PRECISION)
-        d_logits = refined * (d_rows - delta[None, :])
+        d_logits = refined * (dp - delta[None, :])
         sums_grad += tl.sum(d_logits, 1)
         dk = tl.dot(d_logits.to(KIND), q, dk, input_precision=PRECISION)
     if DROPS:
         dv *= keep_scale
     store_rows(dv_ptr + d_base, begin, tokens, d_row, dv, KEYS, DIM, BLOCK_DIM)
     store_rows(dk_ptr + d_base, begin, tokens, d_row, dk * scale, KEYS, DIM, BLOCK_DIM)
-    tl.store(sums_grad_ptr + row_base + keys, sums_grad * share, mask=keys < tokens)
+    tl.store(sums_grad_ptr + row_base + keys, sums_grad * rows_per_sender, mask=keys < tokens)
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def sender_query_gradient(
 ):  # fmt: skip
     """The part of dQ that goes through a block of sending rows' messages, and S."""
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
-    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    sender_list, count, rows_per_sender = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
     if block * ROWS >= count:
         return
     begin = block * ROWS
@@ -119,7 +122,7 @@ def sender_query_gradient(
     row_base, mask_base = row_bases(mask_ptr, batch, head, first, heads, length)
     message = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)
     KIND: tl.constexpr = q_ptr.dtype.element_ty
-    q = load_senders(q_base, index, begin, count, q_row, ROWS, DIM, BLOCK_DIM, True, STRIDE, MASKED)
+    q = load_senders(q_base, sender_list, begin, count, q_row, ROWS, DIM, BLOCK_DIM, True, STRIDE, MASKED)
     high, low = load_lse(lse_ptr + row_base, low_plane, rows, count, PRECISE, True)
     sums = tl.zeros([ROWS], tl.float32)
     rounded_sums = tl.zeros([ROWS], tl.float32)
@@ -137,13 +140,12 @@ def sender_query_gradient(
         h = a * inverse_message(a, message, PRECISE) * sums_grad
         sums += tl.sum(h, 1)
         rounded = h.to(KIND)
-        rounded_sums += tl.sum(
-            rounded.to(tl.float32), 1
-        )  # of a row with one key both products cancel exactly
+        # The sum of rounded weights: for a row that sees one key both products then cancel exactly.
+        rounded_sums += tl.sum(rounded.to(tl.float32), 1)
         changes = tl.dot(rounded, k, changes, input_precision=PRECISION)
         prior_k = tl.dot(a.to(KIND), k, prior_k, input_precision=PRECISION)
     dq = message[0] * scale * (rounded_sums[:, None] * prior_k - changes)
-    places = sender_places(index, rows, count, STRIDE, MASKED)
+    places = sender_places(sender_list, rows, count, STRIDE, MASKED)
     inside = rows < count
     tl.store(row_term_ptr + row_base + rows, sums, mask=inside)
     tl.store(strength_grad_ptr + row_base + places, -sums, mask=inside)
@@ -189,9 +191,9 @@ def query_gradient(
         bias = load_vector(message_sums_ptr + row_base, keys, tokens, float("-inf"), TAIL)[None, :]
         raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         refined = biased_weights(raw, bias, high[:, None], low[:, None], score_scale, PRECISE)
-        d_rows = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        d_rows = drop_scaled(d_rows, dropout, rows[:, None], keys[None, :], DROPS)
-        d_logits = refined * (d_rows - delta[:, None])
+        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        dp = drop_scaled(dp, dropout, rows[:, None], keys[None, :], DROPS)
+        d_logits = refined * (dp - delta[:, None])
         dq = tl.dot(d_logits.to(KIND), k, dq, input_precision=PRECISION)
     if MASKED and STRIDE > 1:
         sends = load_vector(sends_ptr + batch.to(tl.int64) * length, rows, tokens, 0, True) != 0
@@ -217,7 +219,7 @@ def sender_key_gradient(
     block, batch, head, first, tokens = locate(tl.program_id(0), blocks, heads, length, cu_ptr, PACKED)
     if block * KEYS >= tokens:
         return
-    index, count, share = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
+    sender_list, count, rows_per_sender = sending_rows(senders_ptr, batch, tokens, length, STRIDE, MASKED)
     begin = block * KEYS
     keys = begin + tl.arange(0, KEYS)
     q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -229,7 +231,7 @@ def sender_key_gradient(
     changes = tl.zeros([KEYS, BLOCK_DIM], tl.float32)
     for start in tl.range(0, count, ROWS):
         rows = start + tl.arange(0, ROWS)
-        q = load_senders(q_base, index, start, count, q_row, ROWS, DIM, BLOCK_DIM, TAIL, STRIDE, MASKED)
+        q = load_senders(q_base, sender_list, start, count, q_row, ROWS, DIM, BLOCK_DIM, TAIL, STRIDE, MASKED)
         high, low = load_lse(lse_ptr + row_base, low_plane, rows, count, PRECISE, TAIL)
         row_term = load_vector(row_term_ptr + row_base, rows, count, 0.0, TAIL)[None, :]
         scores, a = prior_weights(

@@ -1,9 +1,10 @@
+# mypy: ignore-errors
 """Key bias from a part of the rows, forward: the third sweep, after the two of ``bidirectional.sums``.
 
-softmax(s + c) is plain attention with a bias per key, so no row needs the log-sum-exp of its prior, and the first two
-sweeps take the sending rows alone. Weights are relative to no maximum of their row, since bfloat16 has the range of float32:
-a bias is relative to the head's largest, and where weights leave that range nevertheless, the block is computed again with a
-running maximum. ANCHORED, for other types: relative to the largest biased score of the row's first tile.
+softmax(s + c) is plain attention with a bias per key, so the output needs no log-sum-exp of the prior, and the first two
+sweeps take the sending rows alone. No maximum of a row is subtracted, since bfloat16 has the range of float32: the bias is
+relative to the head's largest (``peak``), and a block of rows whose weights leave that range nevertheless is computed again by
+online softmax. ANCHORED, for other types: the largest biased score of the row's first tile is subtracted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def add_tile(
     out, totals, raw, v, bias, reference, ones, dropout, rows, keys, score_scale,
     PRECISE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Output and sums of weights of some rows, with those of a tile of keys added."""
+    """Adds a tile of keys to the output and to the sums of weights ``totals`` ``[rows, 16]`` of some rows, neither normalised."""
     scores = raw * score_scale + bias[None, :]
     if ANCHORED:
         scores -= reference[:, None]
@@ -51,11 +52,11 @@ def add_tile(
 
 
 @triton.jit
-def with_maximum(
+def online_softmax(
     q, k_base, v_base, message_sums_base, peak, dropout, rows, tokens, k_row, v_row, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output, sum of weights and reference of some rows, with a running maximum, in narrow tiles."""
+    """Output, sum of weights and running maximum of some rows by online softmax, in narrow tiles."""
     KEYS: tl.constexpr = 16
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     reference = tl.zeros([q.shape[0]], tl.float32)
@@ -82,12 +83,14 @@ def finish_rows(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISE: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr,
     PRECISION: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and stores some rows of the output; if SAVES also its rounding error and log2 of the normalisers."""
+    """Normalises and stores some rows of the output; if SAVES also its rounding error (``rest``) and log2 of the normalisers
+    (``belief``).
+    """
     rows = begin + tl.arange(0, out.shape[0])
     total = tl.max(totals, 1)
-    # ANCHORED: of a first tile with a real key the largest weight is 1.
+    # ANCHORED: the largest weight of the first tile is 1, if one of its keys is real.
     if (tl.max(total) > 1e37) | (tl.min(total) < (0.5 if ANCHORED else 1e-28)):
-        out, total, reference = with_maximum(
+        out, total, reference = online_softmax(
             q, k_base, v_base, message_sums_base, peak, dropout, rows, tokens, k_row, v_row, score_scale,
             DIM, BLOCK_DIM, DROPS, PRECISION,
         )  # fmt: skip

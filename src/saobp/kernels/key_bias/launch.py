@@ -28,7 +28,7 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, kernels_
 from saobp.kernels.runtime.two_streams import second_half_offsets
 
 ANY_RANGE = torch.bfloat16
-"""Type whose range is that of float32, so that weights need not be relative to a maximum."""
+"""Type with the range of float32, so that no maximum of a row has to be subtracted."""
 SENDERS_ONLY = ("row_sums", "column_messages", "sender_query_gradient", "sender_key_gradient")
 """Sweeps that take the sending rows alone."""
 BY_ROWS = ("row_sums", "biased_output", "sender_query_gradient", "query_gradient")
@@ -44,6 +44,7 @@ def sweep_block(spec: CallSpec, sweep: str) -> Block:
 
 @lru_cache(maxsize=4096)
 def _sweep_block(dtype: torch.dtype, dim: int, sweep: str) -> Block:
+    """Not tuned on a GPU."""
     if dtype == torch.float32:
         return Block(32, 32, warps=4, stages=1)
     if dim > 128:
@@ -104,10 +105,10 @@ def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tenso
     slices = saved_slices(spec)[0] | scratch
     launches = LaunchSequence(tensors.query.device, BACKWARD_NAMES, slices)
     numbers = _numbers(spec, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
-    own = {
+    sizes = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
     }  # fmt: skip
-    launches.add(row_products, spec.batch * spec.heads * ceil_div(spec.length, 64), numbers | own)
+    launches.add(row_products, spec.batch * spec.heads * ceil_div(spec.length, 64), numbers | sizes)
     for sweep in (
         backward.key_value_gradient,
         backward.sender_query_gradient,

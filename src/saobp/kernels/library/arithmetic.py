@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device functions shared by the kernels: messages, loads, dropout.
 
 Everything is in base-2 logarithms, because the hardware's exponential is 2^x.
@@ -13,14 +14,14 @@ import triton.language as tl
 from saobp.refinement import MAX_STRENGTH as _MAX_STRENGTH
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""False in Triton's interpreter, which has no inline assembly."""
+"""Whether Triton's interpreter runs the kernels: it has no inline assembly."""
 
 MAX_STRENGTH = tl.constexpr(_MAX_STRENGTH)
 
 
 @triton.jit
 def _hardware_log2(x):
-    """One instruction; tl.log2 takes several more for subnormals, which messages never are."""
+    """log2(x) in one instruction; tl.log2 takes several more for subnormals, which messages never are."""
     if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -28,6 +29,7 @@ def _hardware_log2(x):
 
 @triton.jit
 def _hardware_inverse(x):
+    """1 / x in one instruction, to about one unit in the last place."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -35,7 +37,11 @@ def _hardware_inverse(x):
 
 @triton.jit
 def head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2):
-    """gamma = 1 - e^(-sign strength) of a head and the polynomials 1 / (1 - x) and log2(1 - x) / x in a = x / gamma."""
+    """A head's ``message``: gamma = 1 - e^(-sign strength), and coefficients of polynomials in the prior weight a.
+
+    r0, r1, r2: 1 / (1 - gamma a) = r0 + r1 a + r2 a^2; l0, l1, l2: log2(1 - gamma a) = a (l0 + l1 a + l2 a^2). Those given are for
+    gamma a in the place of a (``CallSpec.message_numbers``); 0 where no kernel uses polynomials.
+    """
     strength = tl.load(strength_ptr + head).to(tl.float32) * sign
     strength = tl.minimum(tl.maximum(strength, -MAX_STRENGTH), MAX_STRENGTH)
     # For weak strengths the difference would cancel, so a series is used.
@@ -108,10 +114,10 @@ def divided_by_message(a, message, PRECISE: tl.constexpr):
 
 @triton.jit
 def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
-    """Base-2 scores from raw products, relative to a row's log-sum-exp.
+    """Base-2 scores minus the row's log-sum-exp, from raw products Q K^T.
 
-    In full float32 the log-sum-exp has two parts, a raw product and a small logarithm, because large
-    scores would lose the digits that matter; otherwise ``high`` is all of it.
+    PRECISE 2: the log-sum-exp has two parts, the row's largest raw product and the log2 of the sum relative to it, because the
+    sum of both would lose the digits that matter; otherwise ``high`` is all of it.
     """
     if PRECISE == 2:
         return (raw - high) * score_scale - low
@@ -120,15 +126,15 @@ def relative(raw, high, low, score_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def finite(top):
-    """A maximum to subtract: 0 in place of minus infinity, the maximum of nothing."""
+    """A maximum that can be subtracted: 0 where it is minus infinity, that of a row that sees no key."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def raise_maximum(top, scores):
-    """Running maximum ``[rows]`` after a tile of scores ``[rows, keys]`` (online softmax).
+    """Online softmax: the rows' running maximum ``[rows]`` after a tile of scores ``[rows, keys]``.
 
-    Also that maximum as a reference to subtract, and the factor that makes sums so far relative to it.
+    Also the maximum to subtract (finite), and the factor that rescales sums so far to it.
     """
     raised = tl.maximum(top, tl.max(scores, 1))
     anchor = finite(raised)
@@ -157,7 +163,7 @@ def load_rows(
     BLOCK_DIM: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """``[ROWS, BLOCK_DIM]`` from row ``start`` on, 0 beyond the head size and, if TAIL, beyond the sequence."""
+    """Tile ``[ROWS, BLOCK_DIM]`` of states from row ``start`` on; 0 beyond the head size and, if TAIL, from row ``tokens`` on."""
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(stride, tl.int64) * start + (local * stride + dims)
@@ -175,9 +181,7 @@ def fetch_tile(
     states, start, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TAIL: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As ``load_rows``, from ``states_of``. MAPPED: TMA fetches the tile, which saves registers, and
-    pads with zeros.
-    """
+    """As ``load_rows``, of ``states`` as ``states_of`` returns them. MAPPED: by TMA, which saves registers and pads with zeros."""
     tensor_map, base, batch, head, stride = states
     if MAPPED:
         return tl.reshape(tensor_map.load([batch, head, start, 0]), [ROWS, BLOCK_DIM])
@@ -189,6 +193,7 @@ def fetch_tile(
 def store_rows(
     base, start, tokens, stride, values, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
+    """Stores a tile ``[ROWS, BLOCK_DIM]`` from row ``start`` on, without what is beyond the head size or the sequence."""
     local = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = base + tl.cast(stride, tl.int64) * start + (local * stride + dims)
@@ -211,7 +216,7 @@ def load_or_zero(base, places, tokens, TAIL: tl.constexpr, NEEDED: tl.constexpr)
 
 @triton.jit
 def load_anchor(base, rows, tokens, TAIL: tl.constexpr, CAREFUL: tl.constexpr):
-    """Largest log belief of each row, needed only if CAREFUL."""
+    """The number that each row's logarithms are relative to; zeros, with nothing read, unless CAREFUL."""
     if CAREFUL:
         return load_vector(base, rows, tokens, 0.0, TAIL)
     else:
@@ -237,7 +242,7 @@ def head_seed(seed_ptr, row_base, DROPS: tl.constexpr):
 
 @triton.jit
 def kept(seed, rows, columns, threshold):
-    """Dropout mask of a tile: True with probability 1 - threshold / 2^32, the same in every kernel."""
+    """Dropout mask of a tile: True with probability 1 - threshold / 2^32. A hash of seed, row and key, so every kernel makes the same."""
     return _scramble(_scramble(seed + rows.to(tl.uint32)) + columns.to(tl.uint32)) >= threshold.to(tl.uint32)
 
 
@@ -249,7 +254,7 @@ def head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS: tl.const
 
 @triton.jit
 def drop(weights, dropout, rows, keys, DROPS: tl.constexpr):
-    """Weights of a tile after dropout, but for the factor of those kept; ``rows`` and ``keys`` broadcast to the tile."""
+    """Weights of a tile, 0 where dropped; those kept are not scaled. ``rows`` and ``keys`` broadcast to the tile."""
     if DROPS:
         weights = tl.where(kept(dropout[0], rows, keys, dropout[1]), weights, 0.0)
     return weights
@@ -257,7 +262,7 @@ def drop(weights, dropout, rows, keys, DROPS: tl.constexpr):
 
 @triton.jit
 def drop_scaled(weights, dropout, rows, keys, DROPS: tl.constexpr):
-    """Weights of a tile after dropout; or the gradient of weights before dropout from that after it."""
+    """As ``drop``, with kept weights scaled: weights after dropout, or their gradient back through it."""
     if DROPS:
         weights = tl.where(kept(dropout[0], rows, keys, dropout[1]), weights * dropout[2], 0.0)
     return weights

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Offsets of a program's work: its block, head and sequence, the head's states and its per-row vectors."""
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
-    """Block, batch, head, first token and number of tokens of the sequence that a program works on."""
+    """Block, batch row, head, first token and number of tokens of the sequence that program ``pid`` works on.
+
+    PACKED: sequences follow one another in one batch row; else the first token is 0 and there are ``length``.
+    """
     block = pid % blocks
     head = (pid // blocks) % heads
     sequence = pid // blocks // heads
@@ -21,10 +25,10 @@ def locate(pid, blocks, heads, length, cu_ptr, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_sorted(blocks, section, heads, length, cu_ptr, PACKED: tl.constexpr):
-    """As ``locate``, plus the line (head of a sequence), for work per block that falls with the block's number.
+    """As ``locate``, plus the line (head of a sequence), for blocks whose work falls with their number (causal).
 
-    Within a section of ``section`` lines, all first blocks come before all second ones: concurrent programs are
-    equally long, and a section's last ones are short. A line's states stay in the cache.
+    Longest first: of each ``section`` lines, all first blocks come before all second ones. So programs that run at once take
+    equally long, a section ends with short ones, and the states of its lines stay in the L2 cache.
     """
     pid = tl.program_id(0)
     part = pid // (section * blocks)
@@ -44,7 +48,7 @@ def states_base(base, batch, head, first, batch_stride, head_stride, row_stride)
 
 @triton.jit
 def states_of(tensor_map, ptr, batch, head, first, batch_stride, head_stride, row_stride):
-    """States of a head as a tuple: TMA descriptor, base pointer, sequence, head and row stride."""
+    """States of a head as ``fetch_tile`` takes them: TMA descriptor (or a dummy), base pointer, batch row, head and row stride."""
     base = states_base(ptr, batch, head, first, batch_stride, head_stride, row_stride)
     return tensor_map, base, batch, head, row_stride
 
@@ -69,5 +73,5 @@ def row_bases(mask_ptr, batch, head, first, heads, length):
 
 @triton.jit
 def tile_walk(tokens, SIZE: tl.constexpr):
-    """Start and end of whole tiles, and end of the sequence: the rest is a TAIL."""
+    """Bounds of the whole tiles, from 0, and the end of the sequence. Kernels loop from ``walk[TAIL]`` to ``walk[TAIL + 1]``."""
     return 0, tokens // SIZE * SIZE, tokens

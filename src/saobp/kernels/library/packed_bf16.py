@@ -1,8 +1,10 @@
-"""Arithmetic in half types, two numbers to an instruction, for messages of weak strengths.
+# mypy: ignore-errors
+"""Arithmetic in half types, a packed pair of numbers to an instruction, and messages in blocks of assembly.
 
-A tile's weights are rounded to bfloat16 anyway before the tensor cores multiply them by values. Rounding the prior
-weight first and refining it in bfloat16 halves the instructions, which limit these kernels. In other types (used by
-tests) the functions round as often. Log messages, which are summed, are in float16.
+A tile's weights are rounded to bfloat16 anyway before the tensor cores multiply them by values. For weak strengths, rounding
+the prior weight first and refining it in bfloat16 halves the instructions, which limit these kernels. In other types (used
+by tests) the functions round as often. Log messages, which are summed, are in float16. For any strength, four entries
+share a reciprocal or a logarithm.
 """
 
 from __future__ import annotations
@@ -94,14 +96,14 @@ def multiply(a, b):
 
 @triton.jit
 def pair_message(message, KIND: tl.constexpr):
-    """gamma and the coefficients of ``boosted`` in the type KIND."""
+    """gamma, and the coefficients c1, c2 of ``boosted``, in the type KIND."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     return gamma.to(KIND), (r1 / r0).to(KIND), (r2 / r0).to(KIND)
 
 
 @triton.jit
 def boosted(a, pair):
-    """a / (1 - gamma a) up to a factor common to all entries, as a + a (c1 a + c2 a^2), which rounds little."""
+    """u = a / (1 - gamma a) without the polynomial's factor r0, which all entries share: a + a (c1 a + c2 a^2), which rounds little."""
     gamma, c1, c2 = pair
     slope = multiply_add(a, c2, c1)
     return multiply_add(a, multiply(a, slope), a)
@@ -109,15 +111,15 @@ def boosted(a, pair):
 
 @triton.jit
 def pair_logarithm(message):
-    """The slope l0 of log2(1 - gamma a) at 0, as float16 has it, and the coefficients of ``short_log2`` in that type."""
+    """l0, the slope of log2(1 - gamma a) at a = 0, rounded to float16, and the coefficients c1, c2 of ``half_log2`` in that type."""
     gamma, r0, r1, r2, l0, l1, l2 = message
     slope = tl.where(l0 == 0.0, 1.0, l0)  # strength 0 sends no message; avoids 0 / 0
     return l0.to(tl.float16).to(tl.float32), (l1 / slope).to(tl.float16), (l2 / slope).to(tl.float16)
 
 
 @triton.jit
-def short_log2(a, logarithm):
-    """log2(1 - gamma a) / l0 for a in float16. Used by every sweep, so that backward subtracts the same messages."""
+def half_log2(a, logarithm):
+    """log2(1 - gamma a) / l0 in float16. Used by every sweep, so that backward subtracts the messages that forward added."""
     l0, c1, c2 = logarithm
     slope = multiply_add(a, c2, c1)
     return multiply_add(a, multiply(a, slope), a)
@@ -131,7 +133,7 @@ def sums_by_thread(tile):
 
 @triton.jit
 def _halves(tile):
-    """Alternate groups of 8 columns of a tile, and the rest, without communication between threads."""
+    """Even and odd groups of 8 columns of a tile, as two tiles of half the width: a thread has both, so nothing is exchanged."""
     ROWS: tl.constexpr = tile.shape[0]
     HALF: tl.constexpr = tile.shape[1] // 2
     eights = tl.reshape(tile, [ROWS, HALF // 8, 2, 8])
@@ -140,7 +142,7 @@ def _halves(tile):
 
 
 @triton.jit
-def short_sums(tile):
+def half_sums(tile):
     """Partial row sums ``[rows, 8]`` in float32 of a float16 tile: three packed additions, then float32."""
     for _ in tl.static_range(3):
         even, odd = _halves(tile)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The last step of a backward pass: the gradient of a head's strength from that of gamma, which kernels give per row."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from saobp.kernels.library.arithmetic import MAX_STRENGTH
 def strength_gradient(
     gamma_grad_ptr, strength_ptr, strength_grad_ptr, batch, heads, length, sign, SIZE: tl.constexpr
 ):
-    """One program for each head; ``gamma_grad`` is ``[batch, heads, length]``. Always the same order of summation."""
+    """``[heads]`` from gamma's gradient by row, ``[batch, heads, length]``. A program per head: the order of summation is fixed."""
     head = tl.program_id(0)
     sums = tl.zeros([SIZE], tl.float32)
     for start in tl.range(0, batch * length, SIZE):

@@ -1,1 +1,1 @@
-"""Attention under a sliding window or the caller's own mask, without causality: six sweeps in linear memory."""
+"""Attention under a sliding window, causal or not, or the caller's mask: six sweeps, in memory linear in length."""

@@ -1,4 +1,5 @@
-"""Masked attention, forward: three sweeps in the log domain over the tiles of which an entry may be seen.
+# mypy: ignore-errors
+"""Masked attention, forward: three sweeps over the tiles of which an entry may be seen, with weights as logarithms.
 
 1. ``masked_row_sums``: log-sum-exp of every row's scores, in two parts, its largest score and the rest.
 2. ``masked_column_messages``: sum of all rows' log messages per key, ``message_sums``.
@@ -30,12 +31,12 @@ from saobp.kernels.library.arithmetic import (
 from saobp.kernels.library.indexing import head_base, locate, states_base
 from saobp.kernels.masked.tiles import (
     earlier_message_sums,
-    log2_own,
+    load_message,
     log_belief,
-    own_message,
-    reach,
+    log_message,
     seen_scores,
     table_places,
+    visible_range,
 )
 
 
@@ -43,7 +44,7 @@ from saobp.kernels.masked.tiles import (
 def masked_row_sums(
     q_ptr, k_ptr, nodes_ptr, mask_ptr, spans_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, lowest, low_plane, score_scale,
+    heads, group, length, blocks, window, lowest_bias, low_plane, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -56,12 +57,12 @@ def masked_row_sums(
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
     nodes_base = nodes_ptr + batch * n_batch + head * n_head
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
-    view = (mask_base, m_row, m_key, lowest, window, length)
+    view = (mask_base, m_row, m_key, lowest_bias, window, length)
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     span_base = spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
+    start, stop = visible_range(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
     for place in tl.range(start, stop, KEYS):
         keys = place + tl.arange(0, KEYS)
         k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
@@ -82,7 +83,7 @@ def masked_row_sums(
 def masked_column_messages(
     q_ptr, k_ptr, strength_ptr, nodes_ptr, mask_ptr, key_spans_ptr, lse_ptr, message_sums_ptr, past_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign,
+    heads, group, length, blocks, window, back, slots, lowest_bias, low_plane, score_scale, sign,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
     MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,14 +96,14 @@ def masked_column_messages(
     k_base = states_base(k_ptr, batch, head // group, first, k_batch, k_head, k_row)
     nodes_base = nodes_ptr + batch * n_batch + head * n_head
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
-    view = (mask_base, m_row, m_key, lowest, window, length)
+    view = (mask_base, m_row, m_key, lowest_bias, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = own_message(strength_ptr, head, sign)
+    message = load_message(strength_ptr, head, sign)
     k = load_rows(k_base, begin, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)
     keys_real = real_tokens(nodes_base, keys, tokens, NODES)
     message_sums = tl.zeros([KEYS], tl.float32)
     span_base = key_spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
+    start, stop = visible_range(begin, tokens, window, span_base, KEYS, ROWS, MASK, WINDOWED, False, CAUSAL)
     for place in tl.range(start, stop, ROWS):
         rows = place + tl.arange(0, ROWS)
         q = load_rows(q_base, place, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -116,7 +117,7 @@ def masked_column_messages(
         if CAUSAL:
             places = table_places(batch * heads + head, place, keys, back, slots, length, ROWS)
             tl.store(past_ptr + places, message_sums, mask=(keys < tokens) & (keys < place))
-        message_sums += tl.sum(log2_own(a, message, EXACT), 1)
+        message_sums += tl.sum(log_message(a, message, EXACT), 1)
     if not CAUSAL:
         tl.store(message_sums_ptr + row_base + keys, message_sums, mask=keys < tokens)
 
@@ -127,7 +128,7 @@ def masked_output(
     out_ptr, rest_ptr, belief_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     n_batch, n_head, m_batch, m_head, m_row, m_key, s_batch, s_head,
-    heads, group, length, blocks, window, back, slots, lowest, low_plane, score_scale, sign, drop_threshold, keep_scale,
+    heads, group, length, blocks, window, back, slots, lowest_bias, low_plane, score_scale, sign, drop_threshold, keep_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
     RECEIVES: tl.constexpr, MASK: tl.constexpr, NODES: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPS: tl.constexpr, SAVES: tl.constexpr, PRECISION: tl.constexpr,
@@ -141,9 +142,9 @@ def masked_output(
     v_base = states_base(v_ptr, batch, head // group, first, v_batch, v_head, v_row)
     nodes_base = nodes_ptr + batch * n_batch + head * n_head
     mask_base = states_base(mask_ptr, batch, head, first, m_batch, m_head, m_row)
-    view = (mask_base, m_row, m_key, lowest, window, length)
+    view = (mask_base, m_row, m_key, lowest_bias, window, length)
     row_base = head_base(0, batch, head, first, heads, length)
-    message = own_message(strength_ptr, head, sign)
+    message = load_message(strength_ptr, head, sign)
     dropout = head_dropout(seed_ptr, row_base, drop_threshold, keep_scale, DROPS)
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, True)
@@ -153,7 +154,7 @@ def masked_output(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     span_base = spans_ptr + batch * s_batch + head * s_head
-    start, stop = reach(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
+    start, stop = visible_range(begin, tokens, window, span_base, ROWS, KEYS, MASK, WINDOWED, CAUSAL, False)
     for place in tl.range(start, stop, KEYS):
         keys = place + tl.arange(0, KEYS)
         k = load_rows(k_base, place, tokens, k_row, KEYS, DIM, BLOCK_DIM, True)

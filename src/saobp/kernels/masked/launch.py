@@ -14,8 +14,8 @@ from saobp.kernels.call_spec import (
     CallSpec,
     CallTensors,
     ceil_div,
+    kernel_tensors,
     named_strides,
-    pointers,
     strides,
 )
 from saobp.kernels.library.strength_gradient import strength_gradient
@@ -28,7 +28,7 @@ NUMBERS = "SymInt window, float scale, float dropout, float sign, int receives, 
 INPUT_NAMES = ("q", "k", "v", "strength", "nodes", "mask", "seed")
 TENSORS = len(INPUT_NAMES)
 SPAN_STEP = 128
-"""Entries of a row of the mask that the search for its span reads at once."""
+"""Keys (or rows) that ``mask_spans`` reads at once."""
 
 
 class MaskNumbers(NamedTuple):
@@ -44,7 +44,7 @@ class MaskNumbers(NamedTuple):
 
 
 class MaskedCall(NamedTuple):
-    """What launches depend on: all of a call but the addresses of its tensors. ``mask_shape``: batch and heads of the mask."""
+    """What launches depend on: all of a call but the layout of its tensors. ``mask_shape``: batch and heads of the mask."""
 
     spec: CallSpec
     window: int
@@ -60,11 +60,11 @@ class MaskedCall(NamedTuple):
         return cls(spec, window, causal, None if mask is None else (mask.shape[0], mask.shape[1]))
 
     def saved(self, saves: bool = True) -> tuple[dict[str, BufferSlice], int]:
-        """Slices of the saved buffer and its bytes: log-sum-exp of rows, in two parts, sums of messages, spans of the mask; if
-        it ``saves`` for the backward pass, also log normalisers of refined rows and the rounding error of the output."""
+        """Slices of the saved buffer and its bytes: log-sum-exp of rows in two parts, message sums, spans of the mask; if it ``saves``
+        for the backward pass, also log normalisers of refined rows in two parts and the rounding error of the output."""
         rows, floats = self.spec.rows_shape, torch.float32
         tables = self.tables
-        spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.grains, 2)
+        spans = (0,) if self.mask_shape is None else (*self.mask_shape, self.span_blocks, 2)
         rest = self.spec.states_shape if saves and self.spec.dtype != torch.float32 else (0,)
         belief = (2, *rows) if saves else (0,)
         message_sums = rows if self.spec.receives and not self.causal else (0,)
@@ -82,23 +82,24 @@ class MaskedCall(NamedTuple):
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Shape of ``past`` and ``future``, sums per causal block of rows and key that it sees: linear in length."""
+        """Shape of ``past`` and ``later``, ``[lines, blocks of rows, slots]``, a number per causal block of rows and key that it sees:
+        linear in length."""
         if not self.causal or not self.spec.receives:
             return (0,)
         rows = common_block(self.spec).rows
         return (self.spec.batch * self.spec.heads, ceil_div(self.spec.length, rows), self.back + rows)
 
     @property
-    def grains(self) -> int:
-        """Blocks of rows, or keys, with a span of the mask each."""
-        return ceil_div(self.spec.length, tiles.GRAIN)
+    def span_blocks(self) -> int:
+        """Spans of the mask by rows, and as many by keys, of each head of the mask."""
+        return ceil_div(self.spec.length, tiles.SPAN_BLOCK)
 
     def programs(self, size: int) -> int:
         return ceil_div(self.spec.length, size) * self.spec.batch * self.spec.heads
 
 
 def block_of(call: MaskedCall, sweep: str) -> Block:
-    """Tile of a sweep. Causal sweeps share one, since ``past`` and ``future`` are stored by its blocks of rows."""
+    """Tile of a sweep. Causal sweeps share one, since ``past`` and ``later`` are stored by its blocks of rows."""
     tile = common_block(call.spec)
     if call.causal or call.spec.dtype == torch.float32 or call.spec.dim > 64:
         return tile
@@ -121,12 +122,12 @@ def plan_forward(call: MaskedCall, tensors: tuple[Any, ...], saves: bool) -> Lau
     if call.mask_shape is not None:
         for name, outer, inner in (("spans", 2, 3), ("key_spans", 3, 2)):
             steps = _broadcast_strides(mask)
-            own = {
+            sizes = {
                 "m_outer": steps[outer], "m_inner": steps[inner], "mask_heads": call.mask_shape[1],
-                "grains": call.grains, "SIZE": tiles.GRAIN, "STEP": SPAN_STEP,
+                "span_blocks": call.span_blocks, "SIZE": tiles.SPAN_BLOCK, "STEP": SPAN_STEP,
             }  # fmt: skip
-            count = call.grains * call.mask_shape[0] * call.mask_shape[1]
-            launches.add(tiles.mask_spans, count, numbers | own, spans=name)
+            count = call.span_blocks * call.mask_shape[0] * call.mask_shape[1]
+            launches.add(tiles.mask_spans, count, numbers | sizes, spans=name)
     sweeps = [forward.masked_row_sums, forward.masked_column_messages, forward.masked_output]
     if not call.spec.receives:
         del sweeps[1]
@@ -151,20 +152,20 @@ def plan_backward(
     spec, rows = call.spec, (call.spec.rows_shape, torch.float32)
     scratch, size = lay_out_buffer(
         "scratch",
-        {"delta": rows, "sums_grad": rows, "gamma_grad": rows, "future": (call.tables, torch.float32)},
+        {"delta": rows, "sums_grad": rows, "gamma_grad": rows, "later": (call.tables, torch.float32)},
     )
     launches = LaunchSequence(tensors[0].device, BACKWARD_NAMES, call.saved()[0] | scratch)
     numbers = _numbers(call, tensors) | strides("g", grad) | named_strides("d", spec.gradient_strides)
-    own = {
+    sizes = {
         **strides("o", out), **named_strides("r", spec.states_strides), "blocks": ceil_div(spec.length, 64), "ROWS": 64,
     }  # fmt: skip
-    launches.add(backward.row_products, call.programs(64), numbers | own)
+    launches.add(backward.row_products, call.programs(64), numbers | sizes)
     _add_sweep(launches, call, backward.masked_value_gradient, numbers, by_rows=False)
     _add_sweep(launches, call, backward.masked_query_gradient, numbers, by_rows=True)
     learns = numbers | {"LEARNS": mask_learns}
     _add_sweep(launches, call, backward.masked_key_gradient, learns, by_rows=False)
-    own = {"batch": spec.batch, "SIZE": 4096, "num_warps": 16}
-    launches.add(strength_gradient, spec.heads, numbers | own)
+    sizes = {"batch": spec.batch, "SIZE": 4096, "num_warps": 16}
+    launches.add(strength_gradient, spec.heads, numbers | sizes)
     return BackwardPlan(launches, size)
 
 
@@ -192,14 +193,14 @@ def _numbers(call: MaskedCall, tensors: tuple[Any, ...]) -> dict[str, Any]:
     spans = (0, 0)
     if call.mask_shape is not None:
         batch, heads = call.mask_shape
-        spans = (0 if batch == 1 else heads * call.grains * 2, 0 if heads == 1 else call.grains * 2)
+        spans = (0 if batch == 1 else heads * call.span_blocks * 2, 0 if heads == 1 else call.span_blocks * 2)
     adds = mask is not None and mask.is_floating_point()
     return {
         **strides("q", query), **strides("k", key), **strides("v", value), **spec.numbers, **spec.constants,
         **spec.drop_numbers, "n_batch": node_steps[0], "n_head": node_steps[1],
         **dict(zip(("m_batch", "m_head", "m_row", "m_key"), mask_steps, strict=True)),
         "s_batch": spans[0], "s_head": spans[1], "window": call.window,
-        "lowest": torch.finfo(mask.dtype).min / 2 if adds else 0.0, "low_plane": spec.low_plane, "scale": spec.scale,
+        "lowest_bias": torch.finfo(mask.dtype).min / 2 if adds else 0.0, "low_plane": spec.low_plane, "scale": spec.scale,
         "sign": spec.sign, "RECEIVES": spec.receives, "EXACT": spec.dtype == torch.float32, "DROPS": spec.dropout > 0,
         "MASK": 0 if mask is None else 2 if adds else 1, "NODES": nodes is not None, "WINDOWED": call.window > 0,
         "CAUSAL": call.causal, "back": call.back if call.causal else 0, "slots": call.tables[-1],
@@ -223,7 +224,7 @@ def _run_forward(saves: bool, *flat: Any) -> tuple[Tensor, Tensor]:
     call = MaskedCall.of(tensors, numbers)
     plan = cached(_plans, ("forward", saves, _layout(tensors), numbers), plan_forward, call, tensors, saves)
     out, saved = _outputs(saves, *flat)
-    plan(*pointers(tensors), out, saved)
+    plan(*kernel_tensors(tensors), out, saved)
     return out, saved
 
 
@@ -256,7 +257,7 @@ def _backward(grad: Tensor, *flat: Any) -> tuple[Tensor, ...]:
     plan: BackwardPlan = cached(_plans, key, plan_backward, call, tensors, grad, out, mask_learns)
     gradients = _fake_backward(grad, *flat)
     scratch = grad.new_empty(plan.scratch, dtype=torch.uint8)
-    plan.launches(*pointers(tensors), grad, out, saved, *gradients, scratch)
+    plan.launches(*kernel_tensors(tensors), grad, out, saved, *gradients, scratch)
     return gradients
 
 

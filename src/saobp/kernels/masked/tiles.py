@@ -1,8 +1,9 @@
-"""Masked tiles: which entries a tile may use, which tiles a block needs, and the weights of a tile.
+# mypy: ignore-errors
+"""Masked tiles: which entries of a tile are seen, which tiles a block needs, and the weights of a tile.
 
 An entry is *seen* if the row may attend to the key: inside the window, allowed by the mask, and the key is a node of the
-graph (no padding). ``view`` is what decides that: pointer to the mask of this head, its two strides, ``lowest`` (a mask of
-numbers hides the entries up to it), the window and the length.
+graph (no padding). ``view`` is what decides that: pointer to the mask of this head, its row and key strides, ``lowest_bias`` (a
+mask of numbers hides entries up to it), the window and the length.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import triton.language as tl
 
 from saobp.kernels.library.arithmetic import MAX_STRENGTH, head_message, log2_message
 
-GRAIN = 64
-"""Rows of a block for which ``mask_spans`` finds the first and last key that the mask shows; likewise keys and rows."""
-_GRAIN = tl.constexpr(GRAIN)
+SPAN_BLOCK = 64
+"""Rows per span: ``mask_spans`` finds the first and last key that the mask lets any of them see; and likewise keys, and rows."""
+_SPAN_BLOCK = tl.constexpr(SPAN_BLOCK)
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def seen_scores(
 
     ``rows``, ``keys`` and ``keys_real`` are shaped to broadcast to the tile. MASK 1: not 0 is seen; 2: numbers to add.
     """
-    mask_base, mask_row, mask_key, lowest, window, length = view
+    mask_base, mask_row, mask_key, lowest_bias, window, length = view
     scores = raw * score_scale
     seen = keys_real
     if WINDOWED:
@@ -38,44 +39,44 @@ def seen_scores(
             seen = seen & (entries != 0)
         else:
             added = entries.to(tl.float32)
-            seen = seen & (added > lowest)
+            seen = seen & (added > lowest_bias)
             scores += added * 1.4426950408889634
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
-def reach(
+def visible_range(
     begin, tokens, window, span_base, SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr,
     EARLIER: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
-    """First and last (exclusive) token that a block of SIZE tokens from ``begin`` on can need, the first a multiple of
-    STEP. Causal rows need EARLIER keys only, and keys LATER rows only."""
+    """First key, rounded down to a multiple of STEP, and last key (exclusive) that SIZE rows from ``begin`` on can see; or rows that
+    can see SIZE keys. Causal rows see EARLIER keys only, and keys are seen by LATER rows only."""
     first, last = begin * 0, begin * 0 + tokens
     if WINDOWED:
         first = tl.maximum(begin if LATER else begin - window + 1, first)
         last = tl.minimum(begin + SIZE if EARLIER else begin + SIZE - 1 + window, last)
     if MASK != 0:
         low, high = last, first
-        for part in tl.static_range((SIZE + _GRAIN - 1) // _GRAIN):
-            grain = begin // _GRAIN + part
-            inside = grain * _GRAIN < tokens
-            low = tl.minimum(low, tl.load(span_base + 2 * grain, mask=inside, other=2147483647))
-            high = tl.maximum(high, tl.load(span_base + 2 * grain + 1, mask=inside, other=0))
+        for part in tl.static_range((SIZE + _SPAN_BLOCK - 1) // _SPAN_BLOCK):
+            span_block = begin // _SPAN_BLOCK + part
+            inside = span_block * _SPAN_BLOCK < tokens
+            low = tl.minimum(low, tl.load(span_base + 2 * span_block, mask=inside, other=2147483647))
+            high = tl.maximum(high, tl.load(span_base + 2 * span_block + 1, mask=inside, other=0))
         first, last = tl.maximum(first, low), tl.minimum(last, high)
     return first // STEP * STEP, last
 
 
 @triton.jit
 def mask_spans(
-    mask_ptr, spans_ptr, m_batch, m_head, m_outer, m_inner, mask_heads, length, grains, lowest,
+    mask_ptr, spans_ptr, m_batch, m_head, m_outer, m_inner, mask_heads, length, span_blocks, lowest_bias,
     SIZE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """For SIZE consecutive rows (or keys) the first and last (exclusive) key (row) that the mask lets any of them see."""
+    """``spans`` ``[.., 2]``: for SIZE rows the first and last (exclusive) key that the mask lets any of them see, or for keys the rows."""
     pid = tl.program_id(0)
-    grain, line = pid % grains, pid // grains
+    span_block, line = pid % span_blocks, pid // span_blocks
     base = mask_ptr + (line // mask_heads).to(tl.int64) * m_batch + (line % mask_heads).to(tl.int64) * m_head
-    outer = grain * SIZE + tl.arange(0, SIZE)[:, None]
-    low, high = grain * 0 + length, grain * 0
+    outer = span_block * SIZE + tl.arange(0, SIZE)[:, None]
+    low, high = span_block * 0 + length, span_block * 0
     for start in tl.range(0, length, STEP):
         inner = start + tl.arange(0, STEP)[None, :]
         inside = (outer < length) & (inner < length)
@@ -84,7 +85,7 @@ def mask_spans(
         if MASK == 1:
             seen = inside & (entries != 0)
         else:
-            seen = inside & (entries.to(tl.float32) > lowest)
+            seen = inside & (entries.to(tl.float32) > lowest_bias)
         low = tl.minimum(low, tl.min(tl.min(tl.where(seen, inner, length), 1), 0))
         high = tl.maximum(high, tl.max(tl.max(tl.where(seen, inner + 1, 0), 1), 0))
     tl.store(spans_ptr + 2 * pid, low)
@@ -93,34 +94,36 @@ def mask_spans(
 
 @triton.jit
 def strict_triangle(SIZE: tl.constexpr, UPPER: tl.constexpr):
-    """1 above (UPPER) or below the diagonal, else 0: as a factor it sums what comes before or after within a tile."""
+    """``[SIZE, SIZE]``: 1 above (UPPER) or below the diagonal, else 0. Products with it sum over earlier or later rows of a tile."""
     line, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     return tl.where(line < column if UPPER else line > column, 1.0, 0.0)
 
 
 @triton.jit
 def table_places(line, begin, keys, back, slots, length, ROWS: tl.constexpr):
-    """Places of keys in ``past`` or ``future`` ``[lines, blocks of rows, slots]``, for the block that begins with that row;
-    a block's first slot is the key ``back`` before its first row."""
+    """Offsets of ``keys`` in ``past`` or ``later`` ``[lines, blocks of rows, slots]``, for the block of rows from ``begin`` on.
+
+    A block has a slot for each key that it may see: the first is ``back`` keys before its first row.
+    """
     block = line.to(tl.int64) * ((length + ROWS - 1) // ROWS) + begin // ROWS
     return block * slots + (keys - begin + back)
 
 
 @triton.jit
-def own_message(strength_ptr, head, sign):
-    """gamma of a head, log2(1 - gamma), which the strength gives in all digits, and gamma / (1 - gamma)."""
+def load_message(strength_ptr, head, sign):
+    """A head's ``message``: gamma, log2(1 - gamma), in all digits since the strength gives it, and gamma / (1 - gamma)."""
     gamma, r0, r1, r2, l0, l1, l2 = head_message(strength_ptr, head, sign, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     strength = tl.minimum(tl.load(strength_ptr + head).to(tl.float32) * sign, MAX_STRENGTH)
-    lowest = -1.4426950408889634 * strength
-    return gamma, lowest, gamma * tl.exp2(-lowest)
+    log2_rest = -1.4426950408889634 * strength
+    return gamma, log2_rest, gamma * tl.exp2(-log2_rest)
 
 
 @triton.jit
-def log2_own(a, message, EXACT: tl.constexpr):
-    """log2(1 - gamma a). EXACT in all digits of float32: where gamma a is near 1, as log2(1 - gamma) and the rest."""
-    gamma, lowest, odds = message
+def log_message(a, message, EXACT: tl.constexpr):
+    """log2(1 - gamma a). EXACT: in all digits of float32, where gamma a > 1/2 as log2(1 - gamma) plus the log2 of their ratio."""
+    gamma, log2_rest, odds = message
     if EXACT:
-        near_one = lowest + tl.log2(1.0 + odds * (1.0 - a))
+        near_one = log2_rest + tl.log2(1.0 + odds * (1.0 - a))
         return tl.where(gamma * a > 0.5, near_one, log2_message(a, (gamma, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 2))
     else:
         return tl.log2(1.0 - gamma * a)
@@ -130,12 +133,12 @@ def log2_own(a, message, EXACT: tl.constexpr):
 def earlier_message_sums(
     a, past, sends, message, EXACT: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Causal: sum of log messages about each key that each row of a tile ``[rows, keys]`` (BY_ROWS) or ``[keys, rows]``
-    receives, from the rows before the tile (``past``) and the earlier rows in it."""
-    messages = tl.where(sends, log2_own(a, message, EXACT), 0.0)
+    """Causal: the log-message sums that each row of a tile ``[rows, keys]`` (BY_ROWS), or ``[keys, rows]``, receives: ``past``, of the
+    rows before the tile, plus those of earlier rows in it. ``sends``: rows that send messages."""
+    messages = tl.where(sends, log_message(a, message, EXACT), 0.0)
     if EXACT:
-        # Multiples of 2^-10 add up without rounding, and beside them the rest is small. Subtracted, because the compiler
-        # makes the product in past + product go on from past, and then every addition rounds.
+        # ``coarse``: rounded to multiples of 2^-10, which add up without rounding; the rest is small beside them. Subtracted,
+        # because the compiler lets the product in past + product accumulate into past, and then every addition rounds.
         coarse = (messages + 12288.0) - 12288.0
         past = past - _sum_earlier(-coarse, BY_ROWS, PRECISION)
         return past - _sum_earlier(coarse - messages, BY_ROWS, PRECISION)
@@ -157,11 +160,11 @@ def weights(
     scores, lse, belief, message_sums, sends, message,
     RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr, BY_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prior and refined weights of a tile, all in the log domain.
+    """Prior and refined weights of a tile, computed as logarithms.
 
-    ``lse`` and ``belief``: log2 of the rows' normalisers, before and after messages, in two parts each; ``message_sums``:
-    of log messages about each key (CAUSAL: of the rows before the tile); ``sends``: rows that send messages, all but
-    padding. Their own is subtracted as in ``log_belief``.
+    lse, belief:  log2 of the rows' normalisers, before and after messages, in two parts each
+    message_sums: log-message sums of keys (CAUSAL: of the rows before the tile)
+    sends:        rows that send messages: all but padding
     """
     prior = (scores - lse[0]) - lse[1]
     a = tl.exp2(prior)
@@ -175,10 +178,10 @@ def weights(
 def log_belief(
     prior, a, message_sums, sends, message, RECEIVES: tl.constexpr, EXACT: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Unnormalised base-2 log beliefs: prior plus received messages. The row's own message is subtracted, unless RECEIVES
-    is 2 or, CAUSAL, ``message_sums`` excludes it."""
+    """Base-2 logarithms of refined weights before normalisation: prior plus log messages received. The row's own is subtracted,
+    unless it belongs to them (RECEIVES 2) or ``message_sums`` has it not (CAUSAL)."""
     if RECEIVES:
         prior += message_sums
     if RECEIVES != 2 and not (CAUSAL and RECEIVES):
-        prior -= tl.where(sends, log2_own(a, message, EXACT), 0.0)
+        prior -= tl.where(sends, log_message(a, message, EXACT), 0.0)
     return prior

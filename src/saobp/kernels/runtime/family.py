@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, layout, pointers
+from saobp.kernels.call_spec import CallNumbers, CallSpec, CallTensors, kernel_tensors, layout
 from saobp.kernels.calls import Family
 from saobp.kernels.dispatch import is_for_cuda_graph
 from saobp.kernels.library.strength_gradient import strength_gradient
@@ -114,7 +114,7 @@ class KernelFamily:
         out = query.new_empty_strided(shape, strides)
         saved = [query.new_empty(size, dtype=dtype) for size, dtype in specs]
         buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
-        plan(*pointers(tensors), out, *saved, *buffers)
+        plan(*kernel_tensors(tensors), out, *saved, *buffers)
         return out, *saved
 
     def _forward_entry(self, saves: bool, flat: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ class KernelFamily:
         dk, dv = [query.new_empty_strided(shape, strides, dtype=keys_dtype) for _ in range(2)]
         dgamma = query.new_empty(rows, dtype=torch.float32)
         buffers = () if scratch is None else (query.new_empty(scratch, dtype=torch.uint8),)
-        plan(*pointers(tensors), grad, *saved, dq, dk, dv, dgamma, *buffers)
+        plan(*kernel_tensors(tensors), grad, *saved, dq, dk, dv, dgamma, *buffers)
         if keys_dtype != query.dtype:
             dk, dv = dk.to(query.dtype), dv.to(query.dtype)
         d_strength = query.new_empty(0 if finish is None else rows[1], dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Halves of a long call's heads on two streams, against tail effects.
+"""Halves of a long call's heads on two streams, against wave quantisation.
 
-Sweeps are sequential, and the last programs of each leave most of the GPU idle. Heads are independent, so every launch is
+Sweeps run one after the other, and the last wave of programs of each leaves most of the GPU idle. Heads are independent, so every launch is
 split into two, each for half of the programs, with addresses offset to their heads. Not for strict causal calls: their
 programs are sorted, the longest first, and their weak and careful kernels share buffers.
 """

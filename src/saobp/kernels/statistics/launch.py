@@ -23,10 +23,10 @@ from saobp.propagation.row_statistics import RowMask, RowSums
 
 MOST_WIDTH = 256
 NUMBERS = 6
-"""Numbers of a block of rows, as the kernel writes them."""
+"""Numbers that the kernel writes for each block of rows."""
 
 SECTION_BYTES = 24 * 2**20
-"""Keys that are swept at a time: about half of an H200's L2 cache."""
+"""Bytes of keys of the heads that run at a time: about half of an H200's L2 cache."""
 
 _launches: dict[Any, tuple[KernelLaunch, int]] = {}
 

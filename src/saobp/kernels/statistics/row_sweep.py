@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One sweep over the keys for a block of query rows: largest logit, entropy, and the weight of a text's first keys.
 
 Scores are in base-2 logarithms. A row keeps its maximum m, the sum l of p = 2^(x - m), the sum of p (x - m), from

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: gradients. Beliefs are recomputed in every tile; sums over rows or keys are stored, one vector each.
 
 With G_T = dO V^T, the gradient of the last beliefs, and back from t = T - 1 to 0 (notation as in ``entries``):
@@ -16,7 +17,7 @@ up the errors of all rows, and attraction (gamma < 0, unbounded) multiplies them
 Names in the code: ``d_belief`` is G, ``delta`` D, ``d_logits`` dT, ``sums_grad`` dc, ``d_message`` H, ``inverse`` 1 / m.
 
 With two undamped steps (SHARED) the sweeps for D_1 and dc_1 also sum, from the same products, the terms of D_0 and dc_0 in dT_1. With
-w = u_0 / m_1, whose sums with and without G_2 are two more numbers per row and per key,
+w = u_0 / m_1 (``weights``), whose products with u_1 G_2 (``spread``) and u_1 (``overlap``) are summed per row, and similarly per key,
 
     D_0 = gamma_1 (sum of w dT_1 - sum of w dc_1)        dc_0 = sum of gamma_1 w dT_1 - dc_1 sum of gamma_1 w - sum of u_0 D_0
 
@@ -45,12 +46,12 @@ from saobp.kernels.library.indexing import head_base, locate, row_bases, states_
 from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.entries import (
     any_careful,
+    block_count,
+    first_block_of,
     head_messages,
     load_key_parts,
     load_steps,
     mix,
-    own_block,
-    own_blocks,
     row_messages,
     run_steps,
 )
@@ -87,7 +88,7 @@ def step_gradients(
     d_belief, updated, inverses, deltas, sums_grads, damping,
     STEP: tl.constexpr, RECEIVES: tl.constexpr, DAMPED: tl.constexpr,
 ):  # fmt: skip
-    """dT and H of t = STEP from G after it; tuples have a tile or vector of each step."""
+    """dT and H of t = STEP from G after it. ``updated`` is u, ``inverses`` 1 / m: tuples, with a tile or vector of each step."""
     d_logits = logit_gradient(d_belief, updated[STEP], deltas[STEP], damping, DAMPED)
     return d_logits, message_gradient(d_logits, inverses[STEP], sums_grads[STEP], RECEIVES)
 
@@ -128,7 +129,7 @@ def step_row_sums(
     DROPS: tl.constexpr, LEARNS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D_t of a block of rows for t = STEP; undamped also d gamma_t+1, since D_t = gamma_t+1 sum of b_t+1 H_t+1."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * ROWS >= tokens:
         return
@@ -141,7 +142,7 @@ def step_row_sums(
     LAST: tl.constexpr = STEP == STEPS - 1
     LIGHT: tl.constexpr = SHARED and not LAST
     FAST: tl.constexpr = SHARED and PRECISE == 1 and not CAREFUL
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, ROWS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, ROWS, CAREFUL)):
         block = first_block + turn
         rows = block * ROWS + tl.arange(0, ROWS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -247,7 +248,7 @@ def step_key_sums(
     DROPS: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dc_t of a block of keys for t = STEP; in the last step also dV."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * KEYS >= tokens:
         return
@@ -261,7 +262,7 @@ def step_key_sums(
     LIGHT: tl.constexpr = SHARED and not VALUES
     FAST: tl.constexpr = SHARED and PRECISE == 1 and not CAREFUL
     KIND: tl.constexpr = q_ptr.dtype.element_ty
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, KEYS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, KEYS, CAREFUL)):
         block = first_block + turn
         keys = block * KEYS + tl.arange(0, KEYS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

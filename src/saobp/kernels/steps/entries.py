@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The beliefs of one entry of the map, step by step, from its prior and vectors of its row and its key.
 
 Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t the weight of its messages:
@@ -5,9 +6,9 @@ Step t (from 0) turns beliefs b_t into b_t+1; b_0 is the prior a, and gamma_t th
     m_t = 1 - gamma_t b_t        u_t = a weight_t[key] / m_t * norm_t[row]        b_t+1 = (1 - damping) u_t + damping b_t
 
 m_t is the message that a row sends about a key, ``c_t`` (``message_sums``) the sum over rows of log2(m_t), one per key, and
-``weight_t = 2^(c_t)``, both relative to the head's largest; ``norm_t`` is one over the row's sum. An entry depends on
-others only through these vectors. So every sweep recomputes the beliefs of its tiles from a, and 2 T vectors are stored
-instead of T maps.
+``weight_t = 2^(c_t)``, both relative to the head's largest; ``norm_t`` is one over the row's sum of the weights before it. An
+entry depends on others only through these vectors. So every sweep recomputes the beliefs of its tiles from a, and 2 T vectors
+are stored instead of T maps. ``key_part`` is weight_t, or c_t if CAREFUL; ``anchor`` what a row's logarithms are relative to.
 
 RECEIVES is 1 above: a row receives all messages but its own, hence / m_t. 2: its own too, without / m_t; 0: none, so
 weight_t is left out. PRECISE is that of ``CallSpec.precise``.
@@ -34,7 +35,7 @@ from saobp.kernels.library.arithmetic import (
 
 @triton.jit
 def head_messages(strength_ptr, head, heads, sign, r0, r1, r2, l0, l1, l2, STEPS: tl.constexpr):
-    """As ``head_message``, of each step; strengths are ``[steps, heads]``."""
+    """``head_message`` of each step, as a tuple; strengths are ``[steps, heads]``."""
     messages = ()
     for step in tl.static_range(STEPS):
         messages = messages + (head_message(strength_ptr + step * heads, head, sign, r0, r1, r2, l0, l1, l2),)
@@ -71,7 +72,7 @@ def load_steps(
 def load_key_parts(
     base, plane, keys, tokens, STEPS: tl.constexpr, TAIL: tl.constexpr, AXIS: tl.constexpr, RECEIVES: tl.constexpr
 ):  # fmt: skip
-    """weight_t of keys, or c_t for a CAREFUL sweep, of each step; zeros, with nothing read, if RECEIVES is 0."""
+    """``key_part`` of each step: weight_t of keys, or c_t for a CAREFUL sweep; zeros, with nothing read, if RECEIVES is 0."""
     if RECEIVES:
         return load_steps(base, plane, keys, tokens, 0.0, STEPS, TAIL, AXIS)
     else:
@@ -191,8 +192,8 @@ def any_careful(lowest_ptr, line, blocks, plane, lowest_sum, STEPS: tl.constexpr
 
 
 @triton.jit
-def own_block(blocks, blocks_each, CAREFUL: tl.constexpr):
-    """Number of a program's block among those of all heads, of ``blocks`` each; CAREFUL: of its first of ``blocks_each``."""
+def first_block_of(blocks, blocks_each, CAREFUL: tl.constexpr):
+    """The block that a program works on, among those of all heads, ``blocks`` each; CAREFUL: the first of its ``blocks_each``."""
     pid = tl.program_id(0)
     if CAREFUL:
         parts = tl.cdiv(blocks, blocks_each)
@@ -202,8 +203,8 @@ def own_block(blocks, blocks_each, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def own_blocks(first_block, blocks_each, tokens, SIZE: tl.constexpr, CAREFUL: tl.constexpr):
-    """How many blocks of SIZE tokens a program works on."""
+def block_count(first_block, blocks_each, tokens, SIZE: tl.constexpr, CAREFUL: tl.constexpr):
+    """How many blocks of SIZE tokens a program works on: one, or if CAREFUL up to ``blocks_each``."""
     if CAREFUL:
         return tl.minimum(blocks_each, tl.cdiv(tokens, SIZE) - first_block)
     else:

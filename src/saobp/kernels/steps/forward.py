@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: sweeps forward. Each step after the first adds ``step_rows`` and ``step_messages``, without values.
 
 After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:
@@ -6,9 +7,8 @@ After ``row_sums`` and ``column_messages`` of one step, for t = 0 ... T - 1:
   the output.
 - ``step_messages`` (over keys): c_t+1 = sum over rows of log2(m_t+1), which needs norm_t.
 
-Where a row's sum may underflow, each sweep is launched twice: CAREFUL, with keys' factors as logarithms, for the heads
-where that happened, and once for the others. A program of the first kind has several blocks: most often there is
-nothing to do for it, and a program for each would only begin and end.
+Where a row's sum may underflow, each sweep is launched twice: once with keys' factors as logarithms (CAREFUL), for the heads
+where that happened, and once for the others. A CAREFUL program has several blocks, since most often it finds nothing to do.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.entries import (
     any_careful,
     belief_before,
+    block_count,
+    first_block_of,
     head_messages,
     load_key_parts,
     load_steps,
     log2_sent,
-    own_block,
-    own_blocks,
     own_inverse,
     row_messages,
     weigh,
@@ -61,7 +61,7 @@ def step_rows(
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """norm_t of a block of rows for t = STEP and its smallest sum; with VALUES also their output."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     own_lowest = lowest_ptr + STEP * lowest_plane + pid
     if first_block * ROWS >= tokens:
@@ -83,7 +83,7 @@ def step_rows(
             return
     KIND: tl.constexpr = v_ptr.dtype.element_ty
     FAST: tl.constexpr = STEP < 2 and RECEIVES == 1 and PRECISE == 1 and not (DAMPED or CAREFUL)
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, ROWS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, ROWS, CAREFUL)):
         block = first_block + turn
         rows = block * ROWS + tl.arange(0, ROWS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -188,7 +188,7 @@ def step_messages(
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """c_t of a block of keys for t = STEP, up to a constant of the head, and its largest."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * KEYS >= tokens:
         tl.store(peak_ptr + pid, float("-inf"))
@@ -201,7 +201,7 @@ def step_messages(
             return
     SECOND: tl.constexpr = STEP == 1 and RECEIVES == 1 and PRECISE == 1 and not DAMPED
     FAST: tl.constexpr = SECOND and not CAREFUL
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, KEYS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, KEYS, CAREFUL)):
         block = first_block + turn
         keys = block * KEYS + tl.arange(0, KEYS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

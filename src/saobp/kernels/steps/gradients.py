@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps: dQ and dK, once the vectors of every step are known (see ``backward``)."""
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from saobp.kernels.library.packed_bf16 import sums_by_thread
 from saobp.kernels.steps.backward import d_belief_before, step_gradients, store_gamma_gradient
 from saobp.kernels.steps.entries import (
     any_careful,
+    block_count,
+    first_block_of,
     head_messages,
     load_key_parts,
     load_steps,
-    own_block,
-    own_blocks,
     row_messages,
     run_steps,
 )
@@ -49,7 +50,7 @@ def step_query_gradient(
 
     LEARNS: also the rows' parts of d gamma_0; with damping, of d gamma of every step.
     """
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * ROWS >= tokens:
         return
@@ -61,7 +62,7 @@ def step_query_gradient(
             return
     KIND: tl.constexpr = q_ptr.dtype.element_ty
     FAST: tl.constexpr = SHARED and PRECISE == 1 and not CAREFUL
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, ROWS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, ROWS, CAREFUL)):
         block = first_block + turn
         rows = block * ROWS + tl.arange(0, ROWS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)
@@ -116,8 +117,8 @@ def step_query_gradient(
                         d_belief, updated, inverses, deltas, sums_grads, damping, STEPS - 1 - back, RECEIVES, DAMPED
                     )  # fmt: skip
                     if LEARNS and DAMPED:
-                        own = tl.sum(before[STEPS - 1 - back] * d_message, 1)
-                        strength_grad += tl.where(columns == STEPS - 1 - back, own[:, None], 0.0)
+                        gamma_parts = tl.sum(before[STEPS - 1 - back] * d_message, 1)
+                        strength_grad += tl.where(columns == STEPS - 1 - back, gamma_parts[:, None], 0.0)
                     d_scores += d_logits
                     d_belief = d_belief_before(
                         d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED
@@ -134,14 +135,25 @@ def step_query_gradient(
         store_rows(dq_base, block * ROWS, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
         if LEARNS and DAMPED:
             for step in tl.static_range(STEPS):
-                own = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
+                gamma_parts = tl.sum(tl.where(columns == step, strength_grad, 0.0), 1)
                 store_gamma_gradient(
-                    strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, step, STEPS,
+                    strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, gamma_parts, step, STEPS,
                 )  # fmt: skip
         elif LEARNS:  # step_row_sums has stored those of later steps
-            own = tl.sum(first_grad, 1)
+            gamma_parts = tl.sum(first_grad, 1)
             store_gamma_gradient(
-                strength_grad_ptr, batch, head, first, heads, length, rows, rows_real, tokens, own, 0, STEPS
+                strength_grad_ptr,
+                batch,
+                head,
+                first,
+                heads,
+                length,
+                rows,
+                rows_real,
+                tokens,
+                gamma_parts,
+                0,
+                STEPS,
             )
 
 
@@ -158,7 +170,7 @@ def step_key_gradient(
     DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys."""
-    pid = own_block(blocks, blocks_each, CAREFUL)
+    pid = first_block_of(blocks, blocks_each, CAREFUL)
     first_block, batch, head, first, tokens = locate(pid, blocks, heads, length, cu_ptr, PACKED)
     if first_block * KEYS >= tokens:
         return
@@ -168,7 +180,7 @@ def step_key_gradient(
         )
         if careful != (1 if CAREFUL else 0):
             return
-    for turn in tl.range(0, own_blocks(first_block, blocks_each, tokens, KEYS, CAREFUL)):
+    for turn in tl.range(0, block_count(first_block, blocks_each, tokens, KEYS, CAREFUL)):
         block = first_block + turn
         keys = block * KEYS + tl.arange(0, KEYS)
         q_base = states_base(q_ptr, batch, head, first, q_batch, q_head, q_row)

@@ -24,8 +24,9 @@ from saobp.kernels.runtime.launcher import BufferSlice, LaunchSequence, lay_out_
 from saobp.kernels.steps import backward, forward, gradients
 
 CAREFUL_PROGRAMS = 512
-"""Programs of a CAREFUL sweep, about, but at least one for each head. With learned strengths each sweep has one, which mostly finds nothing to do; a program
-that begins and ends takes about a microsecond, and two or three fit on a multiprocessor."""
+"""Programs of a CAREFUL sweep, about, but at least one for each head. With learned strengths every sweep is launched so too, and
+mostly finds nothing to do; a program that only begins and ends takes about a microsecond, and two or three fit on a
+multiprocessor."""
 
 
 STEP_BLOCKS = {
@@ -40,7 +41,7 @@ STEP_BLOCKS = {
 
 
 def step_block(spec: CallSpec, sweep: str) -> Block:
-    """Tile of a sweep; that of every sweep of a single step where registers are scarce."""
+    """Tile of a sweep. Where registers are scarce it is that of a single step, which is then the same for every sweep."""
     if spec.dtype == torch.float32 or int(spec.dim) > 64:
         return sweep_block(spec, "row_sums")
     return STEP_BLOCKS[sweep]
@@ -73,13 +74,13 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
     launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved"), saved_slices(spec)[0])
     numbers = step_numbers(spec, query, key, value) | named_strides("o", spec.states_strides)
     block = sweep_block(spec, "row_sums")
-    own = numbers | blocks(spec, block, block.rows, block.keys)
-    launches.add(sums.row_sums, spec.programs(block.rows), own, senders="strength")
+    arguments = numbers | blocks(spec, block, block.rows, block.keys)
+    launches.add(sums.row_sums, spec.programs(block.rows), arguments, senders="strength")
     for step in range(spec.steps):
         if spec.receives:
             _add_messages(launches, spec, numbers, step)
-        own = {"STEP": step, "VALUES": step == spec.steps - 1}
-        _add_sweep(launches, spec, forward.step_rows, numbers | own, by_rows=True)
+        arguments = {"STEP": step, "VALUES": step == spec.steps - 1}
+        _add_sweep(launches, spec, forward.step_rows, numbers | arguments, by_rows=True)
     return LaunchPlan(launches)
 
 
@@ -88,20 +89,22 @@ def _add_messages(launches: LaunchSequence, spec: CallSpec, numbers: dict[str, A
     message_sums, weight = f"message_sums_{step}", f"weight_{step}"
     if step == 0:
         block = sweep_block(spec, "column_messages")
-        own = numbers | blocks(spec, block, block.keys, block.rows) | {"MAPPED": False}
+        arguments = numbers | blocks(spec, block, block.keys, block.rows) | {"MAPPED": False}
         launches.add(
-            sums.column_messages, spec.programs(block.keys), own, message_sums=message_sums, senders="strength",
+            sums.column_messages, spec.programs(block.keys), arguments, message_sums=message_sums, senders="strength",
         )  # fmt: skip
     else:
         block = step_block(spec, "step_messages")
-        own = numbers | {"STEP": step}
+        arguments = numbers | {"STEP": step}
         _add_sweep(
-            launches, spec, forward.step_messages, own, message_sums=message_sums,
+            launches, spec, forward.step_messages, arguments, message_sums=message_sums,
             first_message_sums="message_sums_0",
         )  # fmt: skip
     count = ceil_div(spec.longest, block.keys)
-    own = numbers | {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
-    launches.add(sums.key_weights, spec.programs(block.keys), own, message_sums=message_sums, weight=weight)
+    arguments = numbers | {"blocks": count, "KEYS": block.keys, "BLOCKS": next_power_of_2(count)}
+    launches.add(
+        sums.key_weights, spec.programs(block.keys), arguments, message_sums=message_sums, weight=weight
+    )
 
 
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, _saved: Tensor) -> LaunchPlan:
@@ -137,16 +140,16 @@ def _add_sweep(
     """Add a sweep, and where products may underflow its CAREFUL version, with c_t in place of weight_t."""
     block = step_block(spec, kernel.__name__)
     gridded, walked = (block.rows, block.keys) if by_rows else (block.keys, block.rows)
-    own = numbers | blocks(spec, block, gridded, walked)
+    arguments = numbers | blocks(spec, block, gridded, walked)
     stacks = {name: f"{name}_0" for name in ("anchor", "norm", "lowest", "delta", "sums_grad")}
     ways = [("weight_0", False), ("message_sums_0", True)] if spec.may_underflow else [("weight_0", False)]
     each = ceil_div(spec.programs(gridded), CAREFUL_PROGRAMS)
-    programs = spec.sequences * spec.heads * ceil_div(own["blocks"], each)
+    programs = spec.sequences * spec.heads * ceil_div(arguments["blocks"], each)
     for key_part, careful in ways:
         launches.add(
             kernel,
             programs if careful else spec.programs(gridded),
-            own | {"CAREFUL": careful, "blocks_each": each if careful else 1},
+            arguments | {"CAREFUL": careful, "blocks_each": each if careful else 1},
             **stacks | {"key_part": key_part} | named,
         )
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Several steps on short sequences: a program holds the whole map of one head; one launch forward, one backward.
 
 The formulas and names of ``entries`` and ``backward``, in the log domain; sums over rows and keys are taken from the map.
@@ -146,9 +147,9 @@ def short_steps_backward(
         inverse = inverse_message(before[STEPS - 1 - back], messages[STEPS - 1 - back], PRECISE)
         d_message = message_gradient(d_logits, inverse, tl.sum(d_logits, 0)[None, :], RECEIVES)
         if LEARNS:
-            own = tl.where(real, tl.sum(before[STEPS - 1 - back] * d_message, 1), 0.0)
+            gamma_parts = tl.where(real, tl.sum(before[STEPS - 1 - back] * d_message, 1), 0.0)
             step_base = strength_base + (STEPS - 1 - back) * heads * length
-            tl.store(step_base + places, own, mask=places < tokens)
+            tl.store(step_base + places, gamma_parts, mask=places < tokens)
         d_belief = d_belief_before(d_belief, d_message, messages[STEPS - 1 - back][0], damping, DAMPED)
     d_scores += a * (d_belief - tl.sum(a * d_belief, 1)[:, None])
     d_scores *= scale

@@ -12,8 +12,8 @@ from saobp.kernels.call_spec import (
     Block,
     CallSpec,
     CallTensors,
-    all_keys,
     named_strides,
+    padded_keys,
     resources,
     strides,
 )
@@ -29,7 +29,7 @@ def saved_vectors(spec: CallSpec) -> Saved:
 
 def short_block(spec: CallSpec) -> Block:
     """The whole map at once; backward, where several maps are live, 16 warps spill more than 8."""
-    keys = all_keys(spec)
+    keys = padded_keys(spec)
     return Block(keys, keys, warps=8 if keys == SHORT else 4, stages=1)
 
 

@@ -1,10 +1,12 @@
+# mypy: ignore-errors
 """Two undamped steps of any strength: what sweeps need of an entry, with few instructions (notation as in ``entries``).
 
     x = m_0 = 1 - gamma_0 a        y = m_0 m_1 = x - slope weight_0 a        slope = gamma_1 norm_0
     u_0 = a norm_0 weight_0 / x        u_1 = a norm_1 weight_1 x / y        u_0 / m_1 = a norm_0 weight_0 / y
 
-``slope`` is one number per row. A factor of a row or key is applied to sums over it, once. Where two weights are multiplied, that is
-so for one of them only: the product of two unnormalised weights would underflow. Not for CAREFUL sweeps, whose weights are logarithms.
+``slope`` is one number per row. A factor of a row or key is applied once, to the sum over it. Where two weights are multiplied, that
+is so for one of them only: the product of two weights that are not normalised would underflow. Not for CAREFUL sweeps, whose weights
+are logarithms.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _PAIR = tl.constexpr(
 
 @triton.jit
 def paired_inverse(y):
-    """1 / y, of two entries by one division: the range of float32 holds products of four messages."""
+    """1 / y, two entries by one reciprocal: the range of float32 holds products of four messages."""
     if INTERPRETED:
         return 1.0 / y
     else:
@@ -31,7 +33,7 @@ def paired_inverse(y):
 
 @triton.jit
 def paired_log2(y):
-    """log2 of entries 8 columns apart, added up: ``[rows, columns / 2]``."""
+    """Log2 of a tile, of which entries 8 columns apart are added: ``[rows, columns / 2]``, by one logarithm for two."""
     even, odd = _halves(y)
     return _hardware_log2(even * odd)
 
@@ -48,7 +50,7 @@ def message_products(a, messages, slope, weight):
 def score_gradients(
     a, d_belief, messages, weights, norms, slope, deltas, sums_grads
 ):  # fmt: skip
-    """dT_0 + dT_1 and a H_0, so that dS = dT_0 + dT_1 + gamma_0 a H_0 - a E, from G_2."""
+    """dT_0 + dT_1 and a H_0 of a tile, from ``d_belief``, which is G_2: dS = dT_0 + dT_1 + gamma_0 a H_0 - a E (``backward``)."""
     x, y, _ = message_products(a, messages, slope, weights[0])
     both = _hardware_inverse(x * y)
     inverse, inverse_2 = both * y, both * x * x

@@ -1,6 +1,7 @@
 """One function per experiment, by name, which fills its page from results."""
 
 from collections.abc import Callable
+from functools import partial
 
 from saobp.lab.pages import many_seeds, plateau
 from saobp.lab.pages import open_questions as questions
@@ -22,10 +23,10 @@ PAGES: dict[str, Callable[[Results, Page], None]] = {
     "attention-maps": figures.attention_maps,
     "gtd-graph": figures.gtd_graph,
     "gtd-performance": figures.gtd_performance,
-    "layers": figures.layers,
+    "layers": partial(figures.profile, measure="race-middle"),
     "sparsity-maps": figures.sparsity_maps,
-    "squad-profile": figures.squad_profile,
-    "sst2-profile": figures.sst2_profile,
+    "squad-profile": partial(figures.profile, measure="squad"),
+    "sst2-profile": partial(figures.profile, measure="sst2"),
     "decoder-leak": questions.decoder_leak,
     "printed-forms": questions.printed_forms,
     "strengths": questions.strengths,

@@ -28,6 +28,8 @@ BUDGET = (
     "numbers compare only roughly; differences from Original are what compares. The paper's numbers "
     f"are of a single seed, so how far its own would vary is not known. {SPREAD}"
 )
+PLATEAU_END = 5.5
+"""Loss in nats that ends the plateau: below unigram entropy, far above final losses."""
 
 
 def mean_score(results: Results, model: PretrainRun, tasks: Sequence[str]) -> float | None:
@@ -101,7 +103,7 @@ def held_out_curves(results: Results) -> dict[str, dict[int, list[tuple[float, f
 
 def epochs(results: Results, model: PretrainRun, task: str) -> list[dict[str, float]]:
     """Epochs of a fine-tuning run with their GTD."""
-    metric = (results.tuned(model, task) or {}).get("metric", "accuracy")
+    metric = (results.finetuned(model, task) or {}).get("metric", "accuracy")
     with results.reading(model):
         return [
             {"score": float(line[f"eval_{metric}"]), **_gtd(health)}
@@ -162,10 +164,6 @@ def claim_correlation(
         gain = replace(gain, low=max(gain.low, -1.0), high=min(gain.high, 1.0))
     status = claim_status(paper, gain, same_size=False)
     page.claim(f"{words}: the paper has r = {paper:+.2f}", status, gain, detail="mean r")
-
-
-def has_any(values: Values) -> bool:
-    return any(values.values())
 
 
 def plateau_correlation(waiting: Values, ends: Values) -> str:

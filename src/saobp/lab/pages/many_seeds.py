@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from saobp.lab.cells import format_gain, format_spread
 from saobp.lab.figures import Gap, gaps_beside_chance
 from saobp.lab.methods import METHODS
 from saobp.lab.paper import paper_table, paper_values
-from saobp.lab.result_page import PARTIAL, Page, format_gain, format_spread
+from saobp.lab.result_page import PARTIAL, Page
 from saobp.lab.results import EPOCH, Results, Values
 from saobp.lab.statistics import Chance, Gain, chance, paired_gain, spread
 
@@ -87,11 +88,11 @@ def scores(results: Results, task: str) -> Values:
     """By method and seed of fine-tuning; of the first model of each method."""
     by_method: Values = {}
     for model in results.models():
-        tuned = results.tuned(model, task)
-        if tuned is not None and model.method.key not in by_method:
+        result = results.finetuned(model, task)
+        if result is not None and model.method.key not in by_method:
             with results.reading(model):
                 by_seed = {
-                    int(seed): float(seed_result[EPOCH]) for seed, seed_result in tuned["seeds"].items()
+                    int(seed): float(seed_result[EPOCH]) for seed, seed_result in result["seeds"].items()
                 }
             by_method[model.method.key] = by_seed
     return by_method

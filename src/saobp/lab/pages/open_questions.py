@@ -10,12 +10,13 @@ import numpy as np
 from saobp.data.tasks import ALL
 from saobp.lab.arena import HEADERS, power, rows
 from saobp.lab.arena_records import settings_of
+from saobp.lab.cells import format_means
 from saobp.lab.figures import head_grid
 from saobp.lab.forest import forest
 from saobp.lab.methods import METHODS
-from saobp.lab.pages.common import BUDGET, has_any, mean_of, mean_score
+from saobp.lab.pages.common import BUDGET, mean_of, mean_score
 from saobp.lab.paper import paper_values
-from saobp.lab.result_page import Page, format_means
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.statistics import UNDECIDED, Status
 
@@ -103,7 +104,7 @@ def learned(results: Results, page: Page) -> None:
             words, values, higher_is_better=False, digits=3, methods=getattr(results.experiment, family)
         )
         page.answer(f"Learned strengths lower {words}", gains.get("learned"), digits=3)
-        if has_any(values):
+        if any(values.values()):
             drawn[words] = values
     done = results.tasks_done(ALL)
     average = results.values(lambda model: mean_score(results, model, done))

@@ -153,19 +153,7 @@ def gtd_performance(results: Results, page: Page) -> None:
     page.table(("score", "run", "r of GTD and score"), rows)
 
 
-def layers(results: Results, page: Page) -> None:
-    _profile(results, page, "race-middle")
-
-
-def squad_profile(results: Results, page: Page) -> None:
-    _profile(results, page, "squad")
-
-
-def sst2_profile(results: Results, page: Page) -> None:
-    _profile(results, page, "sst2")
-
-
-def _profile(results: Results, page: Page, measure: str) -> None:
+def profile(results: Results, page: Page, measure: str) -> None:
     """GTD, indirect and attention entropy by layer, and the last layer's entropy by head."""
     drawn = {
         "GTD": by_layer(results, measure, "gtd"),

@@ -10,12 +10,12 @@ from saobp.lab.figures import progress
 from saobp.lab.methods import METHODS
 from saobp.lab.pages.common import (
     BUDGET,
+    PLATEAU_END,
     by_seed,
     claim_correlation,
     correlation_of,
     deepest_mean_of,
     format_correlation,
-    has_any,
     held_out_curves,
     mean_of,
     mean_score,
@@ -33,17 +33,13 @@ REGULARIZED = {"high": "high", "entropy": "entropy_reg", "eigen": "eigen_reg"}
 """Rows of the paper's table of regularizers, by method."""
 
 
-PLATEAU = 5.5
-"""Loss in nats that ends the plateau: below unigram entropy, far above final losses."""
-
-
 def pretraining(results: Results, page: Page) -> None:
     page.text(BUDGET)
     values = results.values(results.perplexity)
     page.compare("held-out perplexity", values, higher_is_better=False, digits=3)
-    waiting = results.values(lambda model: results.tokens_until(model, PLATEAU))
-    words = f"million tokens until the loss is below {PLATEAU:g}"
-    if has_any(waiting):
+    waiting = results.values(lambda model: results.tokens_until(model, PLATEAU_END))
+    words = f"million tokens until the loss is below {PLATEAU_END:g}"
+    if any(waiting.values()):
         page.text(
             "Every run first learns what needs no word order, and stays there for a while, at a perplexity "
             "of about 500, before attention begins to use word order. How long a run waits "
@@ -56,12 +52,14 @@ def pretraining(results: Results, page: Page) -> None:
             if seed not in waiting.get(key, {})
         ]
         if never:
-            page.text(f"Never below {PLATEAU:g}, and so without a number for the wait: {'; '.join(never)}.")
+            page.text(
+                f"Never below {PLATEAU_END:g}, and so without a number for the wait: {'; '.join(never)}."
+            )
     page.compare(words, waiting, higher_is_better=False, digits=1)
     page.compared()
     drawn = {"held-out perplexity": values, words: waiting}
     page.dots("perplexity", drawn, "Held-out masked perplexity, and the wait before it falls.")
-    if has_any(values):
+    if any(values.values()):
         page.figure(
             "curves",
             progress(held_out_curves(results)),

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from saobp.lab.cells import format_gain, format_percent
 from saobp.lab.methods import METHODS
-from saobp.lab.pages.common import held_out
+from saobp.lab.pages.common import PLATEAU_END, held_out
 from saobp.lab.plateau_figures import BASE, LoggedRun, differences, perplexities
-from saobp.lab.result_page import Page, format_gain, format_percent
+from saobp.lab.result_page import Page
 from saobp.lab.results import Results
 from saobp.lab.statistics import Gain, as_percent, paired_gain
 
-PLATEAU_END = 5.5
-"""Held-out loss in nats below which a run has left the plateau, as in the page of pretraining."""
 COUNTED = {"counting how frequent words are": 612.0, "also the other words of the row": 427.0}
 """Perplexities without the order of words, from counting (``results/plateau/without-order.md``)."""
 HIGHEST_DRAWN = 2000.0

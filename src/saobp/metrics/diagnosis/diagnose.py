@@ -270,7 +270,7 @@ def measure_returned_maps(
         layers = returned_maps(model, ids[None])
         across = cross_layer_gtd(layers) if CROSS_LAYER in statistics and len(layers) > 1 else None
         for layer, rows in enumerate(layers):
-            causal = not bool(rows.triu(1).any())
+            causal = _is_causal(rows)
             values = map_statistics(unchecked_maps(rows), names, BETA, HOPS, triangular=causal)
             tokens = torch.tensor([ids.numel()], device=rows.device)
             health.add(

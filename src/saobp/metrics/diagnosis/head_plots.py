@@ -53,7 +53,7 @@ def heat_map(diagnoses: Sequence[Diagnosis], statistic: str) -> Figure:
     axes[0].set_ylabel("layer")
     legend = [f"{mark} {word}" for word, mark in MARKS.items() if mark != "?"]
     if statistic == "gtd":
-        legend.append("healthy between the green lines (the upper one is higher under a causal mask)")
+        legend.append("green: healthy GTD (under a causal mask, up to more); entropy and sinks count first")
     figure.supxlabel("   ".join(legend), fontsize=7)
     assert image is not None
     bar = figure.colorbar(image, ax=list(axes), label=TITLES[statistic], shrink=0.9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saobp.arguments import check_states, read_padding
+from saobp.arguments import check_numbers, check_states, read_padding, require_tensors
 from saobp.propagation.beliefs import without_autocast
 from saobp.propagation.row_statistics import RowMask, RowSums, row_sums
 from saobp.refinement import check_count
@@ -33,7 +33,10 @@ def fast_statistics(
     tokens. ``window``: a row sees fewer than so many keys back, and as many forward if not causal. Without
     value there is no ``sink_share_by_norm``. Memory is linear in length, and there is no gradient.
     """
-    check_states(query, key, key if value is None else value)
+    value_or_key = key if value is None else value
+    require_tensors(query=query, key=key, value=value_or_key)
+    check_states(query, key, value_or_key)
+    check_numbers(is_causal, 0.0, scale)
     queries, keys = query.shape[-2], key.shape[-2]
     if not query.numel() or not key.numel():
         raise ValueError(f"statistics need at least one text and one token, not shape {tuple(query.shape)}")
@@ -80,9 +83,7 @@ def statistics_of(row_totals: RowSums) -> Tensor:
     return torch.cat([top[..., None], means], -1)
 
 
-def padded_rows(
-    padding: Tensor | None, queries: int, *, causal: bool = False, window: int | None = None
-) -> RowMask:
+def padded_rows(padding: Tensor | None, queries: int, *, causal: bool, window: int | None) -> RowMask:
     """The mask of the last ``queries`` rows of texts with a padding mask ``[batch, keys]``."""
     if padding is None:
         return RowMask(causal, window)

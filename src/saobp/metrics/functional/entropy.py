@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,8 @@ def sparsity(
     Entries hidden by a causal mask are zero and count as sparse. Those of a uniform row are not below the
     default, despite rounding. Not differentiable.
     """
-    if threshold is not None and not 0 <= threshold <= 1:
-        raise ValueError(f"threshold must lie from 0 to 1, not {threshold}")
+    if threshold is not None and not (isinstance(threshold, Real) and 0 <= threshold <= 1):
+        raise ValueError(f"threshold must lie from 0 to 1, not {threshold!r}")
     maps = checked_maps(attention, padding_mask)
     rounding = 32 * torch.finfo(maps.rows.dtype).eps
     limit = (1 - rounding) / maps.tokens[..., None, None] if threshold is None else threshold

@@ -75,9 +75,9 @@ def cross_layer_gtd(
     2 to ``hops`` layers (as many as lie below it), against its own map. Take the mean for one number.
     """
     check_path(beta, hops)
-    if len(layers) < 2:
-        raise ValueError(f"cross-layer GTD needs the maps of at least two layers, not {len(layers)}")
     rows = averaged_heads(layers, padding_mask)
+    if len(rows) < 2:
+        raise ValueError(f"cross-layer GTD needs the maps of at least two layers, not {len(rows)}")
     below = [rows[max(0, top - hops + 1) : top][::-1] for top in range(len(rows))]
     return torch.stack([share_through_layers(rows[top], below[top], beta) for top in range(1, len(rows))])
 
@@ -94,6 +94,11 @@ def share_through_layers(rows: Tensor, below: Iterable[Tensor], beta: float) -> 
 
 def averaged_heads(layers: Sequence[Tensor], padding_mask: Tensor | None) -> list[Tensor]:
     """One map ``[batch, length, length]`` per layer, from maps with heads in the second dimension."""
+    if not isinstance(layers, Sequence | Tensor) or not all(isinstance(layer, Tensor) for layer in layers):
+        raise ValueError(
+            "layers must be a list with the map of each layer, [batch, heads, length, length]; a model of "
+            "Transformers returns it for attn_implementation='eager' and output_attentions=True"
+        )
     for layer in layers:
         if layer.ndim != 4 or layer.shape[-2:] != layers[0].shape[-2:] or len(layer) != len(layers[0]):
             raise ValueError(
@@ -123,12 +128,13 @@ def rollout(layers: Sequence[Tensor], *, residual: float = 0.5, padding_mask: Te
     GTD in contrast leaves out single steps and skips, is of one head, and is one number.
     Padding tokens have zero rows and columns.
     """
-    if not layers:
+    averaged = averaged_heads(layers, padding_mask)
+    if not averaged:
         raise ValueError("rollout needs the maps of at least one layer")
-    if not 0 <= residual < 1:
-        raise ValueError(f"residual must lie from 0 up to but not including 1, not {residual}")
+    if not isinstance(residual, Real) or not 0 <= residual < 1:
+        raise ValueError(f"residual must lie from 0 up to but not including 1, not {residual!r}")
     flow: Tensor | None = None
-    for rows in averaged_heads(layers, padding_mask):
+    for rows in averaged:
         identity = torch.diag_embed(rows.sum(-1))
         mixed = (1 - residual) * rows + residual * identity
         with without_autocast(mixed.device.type):

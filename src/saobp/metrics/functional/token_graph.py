@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -139,6 +140,6 @@ def _in_chunks(
 
 
 def _check_graph(tau: float, nodes: int) -> None:
-    if not 0 <= tau < 1:
-        raise ValueError(f"tau must lie from 0 up to but not including 1, not {tau}")
+    if not isinstance(tau, Real) or not 0 <= tau < 1:
+        raise ValueError(f"tau must lie from 0 up to but not including 1, not {tau!r}")
     check_count("nodes", nodes)

@@ -18,6 +18,9 @@ LISTED = 8
 LARGEST = ("max_logit",)
 """Statistics of which layers and models have the largest, not the mean."""
 
+SHOWN = {"gtd": "GTD", "attention_entropy": "entropy"}
+"""Statistics named beside a verdict, but for sinks."""
+
 Range = tuple[float | None, float | None]
 RANGES: Mapping[str, Range] = {"max_logit": (None, 100.0)}
 """Ranges that heads should stay in, unless others are given; None is no limit."""
@@ -193,7 +196,10 @@ def _together(statistic: str, values: list[float]) -> float:
 
 
 def _format_reason(head: HeadHealth) -> str:
-    return f"{head.verdict} (GTD {head.values['gtd']:.2f})" if "gtd" in head.values else head.verdict
+    """The verdict with the numbers that it looks at."""
+    shown = {"sink_mass": "sink mass"} if head.verdict == "sink" else SHOWN
+    numbers = [f"{words} {head.values[name]:.2f}" for name, words in shown.items() if name in head.values]
+    return f"{head.verdict} ({', '.join(numbers)})" if numbers else head.verdict
 
 
 def _is_main_process() -> bool:

@@ -249,7 +249,9 @@ export class ExplorerView {
       this.controls.set(own);
       this.isOwn = true;
     } else
-      this.readout.textContent = `The model's factor ${this.explorer.refinement?.factor} is not one that this page can compute.`;
+      this.readout.textContent =
+        `This page cannot compute the model's factor ${this.explorer.refinement?.factor}: ` +
+        `the second map is ${settingWords(this.controls.setting)}, not the model's own.`;
   }
 
   /**

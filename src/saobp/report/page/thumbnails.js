@@ -43,7 +43,19 @@ export class Thumbnails {
         const isChosen = layer === chosen[0] && head === chosen[1];
         button?.setAttribute("aria-pressed", String(isChosen));
         if (button) button.tabIndex = isChosen ? 0 : -1;
+        if (isChosen && button) this.reveal(button);
       }
+  }
+
+  /**
+   * Scroll the list, not the page, so that a button is in it.
+   * @param {any} button
+   */
+  reveal(button) {
+    const top = button.offsetTop - this.element.offsetTop;
+    const { scrollTop, clientHeight } = this.element;
+    if (top < scrollTop || top + button.offsetHeight > scrollTop + clientHeight)
+      this.element.scrollTop = top - clientHeight / 2;
   }
 
   /** @param {import("./types.js").Sentence} sentence */

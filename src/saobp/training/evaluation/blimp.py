@@ -5,7 +5,6 @@ Decoders are scored by log-likelihood, encoders by pseudo-log-likelihood: each t
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from io import BytesIO
@@ -24,6 +23,7 @@ from saobp.data.tasks.load import read_table, table_checksum
 from saobp.data.tokenizers import tokenizer_text
 from saobp.data.word_encoder import CachedEncoder
 from saobp.storage.atomic import first_line, write_atomically
+from saobp.storage.manifest import file_checksum
 from saobp.training.evaluation.perplexity import Advance, masked_losses, tokens_at_a_time
 from saobp.training.evaluation.zero_shot import log_likelihoods
 from saobp.training.finetune.encoding import Layout
@@ -44,7 +44,7 @@ def read_blimp(data_dir: str | Path | None) -> Split:
         path = Path(data_dir, "blimp", "test.parquet")
         if not path.exists():
             raise FileNotFoundError(f"blimp needs test.parquet in {str(path.parent)!r}, and there is none")
-        table, source, checksum = read_table(path), str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        table, source, checksum = read_table(path), str(path), file_checksum(path)
     absent = [name for name in COLUMNS if name not in table.column_names]
     if absent:
         raise WrongRowsError(f"{source} has no column {absent[0]!r}: it has {', '.join(table.column_names)}")

@@ -23,6 +23,7 @@ from saobp.training.evaluation.blimp import accuracies, judge_pairs, read_blimp,
 from saobp.training.evaluation.harness import harness_accuracy, require_harness
 from saobp.training.evaluation.perplexity import (
     POSITIONS,
+    Advance,
     WikiText,
     causal_perplexity,
     masked_perplexity,
@@ -39,10 +40,6 @@ SPLITS = {"race-middle": "test", "boolq": "validation"}
 BLOCK = 128
 """Tokens in a block for an encoder, as in pretraining."""
 
-Advance = Callable[[str, int, int], None]
-"""Takes a task, and how many of how many items are done."""
-TaskAdvance = Callable[[int, int], None]
-
 
 def evaluate(
     model: str | Path,
@@ -55,7 +52,7 @@ def evaluate(
     positions: int | None = POSITIONS,
     length: int | None = None,
     limit: int | None = None,
-    advance: Advance | None = None,
+    advance: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Results by task. With ``folder`` they are saved there as a run of kind ``evaluate``.
 
@@ -64,6 +61,7 @@ def evaluate(
     positions: how many positions pseudo-perplexity masks; None masks all
     length:    tokens of a block or window; by default 128 for an encoder, all positions of a decoder
     limit: at most so many rows of a task, or documents of WikiText
+    advance: called with a task, and how many of how many items are done
     """
     unknown = [task for task in tasks if task not in KNOWN]
     if unknown:
@@ -142,7 +140,7 @@ class Evaluation:
         texts = {task: split.checksum for task, split in self.splits.items()}
         return texts if self.text is None else {**texts, "wikitext": self.text.checksum}
 
-    def measure(self, task: str, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
+    def measure(self, task: str, advance: Advance | None, folder: Path | None) -> dict[str, Any]:
         """The result of one task. BLiMP's items are saved in ``folder``."""
         if task == "wikitext":
             return self._perplexity(advance)
@@ -150,7 +148,7 @@ class Evaluation:
             return self._pairs(advance, folder)
         return self._questions(task, advance)
 
-    def _perplexity(self, advance: TaskAdvance | None) -> dict[str, Any]:
+    def _perplexity(self, advance: Advance | None) -> dict[str, Any]:
         assert self.text is not None
         max_length = positions_of(self.model)
         common = {"split": "test", "checksum": self.text.checksum}
@@ -170,7 +168,7 @@ class Evaluation:
             **common,
         }
 
-    def _pairs(self, advance: TaskAdvance | None, folder: Path | None) -> dict[str, Any]:
+    def _pairs(self, advance: Advance | None, folder: Path | None) -> dict[str, Any]:
         split = self.splits["blimp"]
         items = judge_pairs(self.model, self.tokenizer, split, is_decoder=self.is_decoder, advance=advance)
         result = accuracies(items)
@@ -180,7 +178,7 @@ class Evaluation:
             save_items(items, folder)
         return result
 
-    def _questions(self, task: str, advance: TaskAdvance | None) -> dict[str, Any]:
+    def _questions(self, task: str, advance: Advance | None) -> dict[str, Any]:
         loaded, split = (self.model, self.tokenizer), self.splits[task]
         if task == "boolq":
             result = accuracy(*loaded, boolq_questions(split), advance=advance)

@@ -7,7 +7,7 @@ with the highest log-likelihood (a sum over its tokens, not divided by its lengt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.data.tasks import Split
-from saobp.training.evaluation.perplexity import token_losses, tokens_at_a_time
+from saobp.training.evaluation.perplexity import Advance, token_losses, tokens_at_a_time
 from saobp.transformers.input_length import max_input_length
 
 GAP = "  _  ."
@@ -61,7 +61,7 @@ def accuracy(
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     *,
-    advance: Callable[[int, int], None] | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, Any]:
     """Share of questions whose right candidate is the likeliest, in percent, with its standard error."""
     pairs = [
@@ -84,7 +84,7 @@ def log_likelihoods(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[str, str]],
     *,
-    advance: Callable[[int, int], None] | None = None,
+    advance: Advance | None = None,
 ) -> np.ndarray:
     """Log-likelihood in nats of each continuation after its context, ``[pairs]``.
 
