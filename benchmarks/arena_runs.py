@@ -365,6 +365,8 @@ def note_choice(queue: Queue, run: Run) -> None:
     rate = None if setting is None else chosen_rate(setting, losses)
     if setting is not None and run in setting_runs():
         note(queue.out, f"chosen setting: {setting}")
+        if queue.times is not None and not fits(queue.times, setting):
+            note(queue.out, f"{queue.times.file} is of another recipe: runs at equal time wait for its times")
     elif rate is not None and run in tuning_runs():
         note(queue.out, f"chosen rate of small: {rate:g}")
 

@@ -111,6 +111,14 @@ def test_times_of_another_recipe_plan_no_runs_at_equal_time() -> None:
         runs.check_times(MUON_TIMES, plan.RECORDED)
 
 
+def test_times_that_do_not_fit_the_choice_are_named_in_the_log(tmp_path: Path) -> None:
+    queue = runs.Queue(tmp_path, LATER, made={run.name: 3.0 for run in plan.setting_runs()}, times=MUON_TIMES)
+    runs.note_choice(queue, next(plan.setting_runs()))
+    log = (tmp_path / "log.txt").read_text()
+    assert f"chosen setting: {plan.RECORDED}" in log
+    assert "time.json is of another recipe: runs at equal time wait for its times" in log
+
+
 def test_what_waits_for_a_choice_is_not_planned_before_it() -> None:
     nothing = list(plan.planned_runs({}))
     assert nothing == list(plan.setting_runs())
