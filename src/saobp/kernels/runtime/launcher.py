@@ -157,15 +157,16 @@ class KernelLaunch(CachedLaunch):
             **{name: numbers[name] for name in OPTIONS if name in numbers},
         }
 
-    def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
+    def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, ...] | None:
+        """What ``_directly`` takes, and the binary itself: from Triton 3.8 on its code is unloaded with it."""
         maps = [tensors[index] if tiles is None else tiles.of(tensors[index]) for index, tiles in self.maps]
         binary = self.kernel[(self.programs // parts,)](*tensors, *maps, *self.numbers, **self.options)
-        return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
+        return None if binary is None else (binary.run, binary.function, binary.packed_metadata, binary)
 
     def _directly(
-        self, compiled: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
+        self, compiled: tuple[Any, ...], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
-        run, function, metadata = compiled
+        run, function, metadata, _ = compiled
         maps: Sequence[Any] = ()
         if self.maps:
             given = [(addresses[index], tiles) for index, tiles in self.maps]
