@@ -310,7 +310,7 @@ def entries(spec: CallSpec) -> int:
 
 
 def has_hopper_kernel(capability: int) -> bool:
-    """Only with versions of Triton known to compile it: Gluon is experimental."""
+    """Only with the versions of Triton in ``KNOWN_TRITON``: Gluon is experimental."""
     from saobp.kernels.runtime.launcher import LAUNCHES_DIRECTLY
 
     return capability == HOPPER and LAUNCHES_DIRECTLY and not INTERPRETED

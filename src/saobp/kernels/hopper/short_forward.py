@@ -234,9 +234,7 @@ def short_hopper_forward(
     if STRONG:
         out_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], out_map.layout)
     else:  # in place of the messages, which are no longer needed: there is no room for both
-        out_memory = reinterpret(
-            messages.slice(0, KEYS * DIM // SENT, 1), KIND, [1, 1, KEYS, DIM], out_map.layout
-        )
+        out_memory = reinterpret(messages, KIND, [SENT // DIM, 1, 1, KEYS, DIM], out_map.layout).index(0)
     q = reinterpret(q_memory, KIND, [KEYS, DIM], tile_layout())
     k = reinterpret(k_memory, KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
     out = reinterpret(out_memory, KIND, [KEYS, DIM], tile_layout())

@@ -36,7 +36,8 @@ MAX_CACHED = 4096
 """Maximum entries of a cache; a full one is cleared."""
 
 KNOWN_TRITON = ("3.6.", "3.7.")
-"""Versions of Triton tested with direct launches, and whose experimental Gluon compiles the Hopper kernel."""
+"""Versions of Triton with which kernels in Gluon and direct launches are used. 3.8 and 3.9 compile the kernels too; they belong
+here once ``make test-gpu`` has passed with them and the kernels are not slower."""
 
 
 def is_known_triton() -> bool:
