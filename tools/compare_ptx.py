@@ -25,7 +25,7 @@ from typing import Any
 SIMULATORS = Path(__file__).parents[1] / "tests" / "kernels"
 THRESHOLDS = (
     *("HOPPER_MIN_HEADS", "WHOLE_MIN_HEADS", "WHOLE_BACKWARD_MIN_HEADS"),
-    *("CAUSAL_MIN_HEADS", "CAUSAL_MIN_ENTRIES"),
+    *("CAUSAL_MIN_HEADS", "CAUSAL_MIN_ENTRIES", "SUMS_MIN_HEADS"),
 )
 """Sizes from which kernels for Hopper are used."""
 DTYPES = ("bfloat16", "float16", "float32")
@@ -77,6 +77,9 @@ def calls() -> Iterator[dict[str, Any]]:
         (200, 256), ("high", "low-key-bias"), ("weak", "learned"), ("plain", "padded dropout")
     ):
         yield {"length": length, "factor": factor, "strength": strength, "option": option, "hopper": True}
+    for causal, strength, option in itertools.product(ways, ("weak", "learned"), ("plain", "padded dropout")):
+        others = {"causal": causal, "strength": strength, "option": option}
+        yield {"length": 1000 if causal else 512, **others, "hopper": True}
     yield from calls_with_key_bias()
     yield from calls_of_several_steps()
     for length, strength in itertools.product((512, 700), (0.2, 1.0)):

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 OPERATIONS = {
     "gl", "tma", "mbarrier", "fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_init",
-    "async_copy", "warpgroup_mma_wait",
+    "async_copy", "warpgroup_mma_wait", "tma_load", "tma_store", "async_load", "reinterpret",
 }  # fmt: skip
 NUMBERS = {tl.float16: np.float16, tl.float32: np.float32, tl.int64: np.int64}
 
@@ -75,8 +75,9 @@ class Memory:
     def permute(self, order: Any) -> Memory:
         return Memory(self.dtype, self.values.transpose([plain(one) for one in order]), self.whole)
 
-    def _reinterpret(self, kind: Any, shape: Any, layout: Any) -> Memory:  # noqa: ARG002
+    def reinterpret(self, kind: Any, shape: Any, layout: Any) -> Memory:  # noqa: ARG002
         shape = [plain(one) for one in shape]
+        assert int(np.prod(shape)) == self.values.size, "Triton 3.8 refuses another size"
         return Memory(plain(kind), self.whole[: int(np.prod(shape))].reshape(shape), self.whole)
 
 
@@ -173,13 +174,9 @@ class Hopper:
         self.gl.convert_layout = lambda tensor, layout: tensor  # noqa: ARG005
         self.gl.allocate_shared_memory = self.allocate
         self.gl.inline_asm_elementwise = lambda text, *rest: assembly[plain(text)](*rest[1])
-        self.tma = types.SimpleNamespace(
-            async_copy_global_to_shared=self.fetch,
-            async_copy_shared_to_global=lambda tiles, place, memory: tiles.put(place, memory.values),
-            store_wait=lambda pendings: None,  # noqa: ARG005
-        )
+        self.reinterpret = Memory.reinterpret
+        self.tma = types.SimpleNamespace(store_wait=lambda pendings: None)  # noqa: ARG005
         self.async_copy = types.SimpleNamespace(
-            async_copy_global_to_shared=self.copy,
             commit_group=lambda: self.copies.append([]),
             wait_group=self.wait_for_copies,
         )
@@ -199,11 +196,15 @@ class Hopper:
         return Memory(plain(kind), whole.reshape(shape), whole)
 
     @staticmethod
-    def fetch(tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory) -> None:
+    def tma_load(tiles: TileMap, place: list[Any], barrier: Barrier, into: Memory) -> None:
         into.values[...] = np.nan
         barrier.brought.append((into, tiles.take(place)))
 
-    def copy(self, into: Memory, pointers: Any) -> None:
+    @staticmethod
+    def tma_store(tiles: TileMap, place: list[Any], memory: Memory) -> None:
+        tiles.put(place, memory.values)
+
+    def async_load(self, into: Memory, pointers: Any) -> None:
         into.values[...] = np.nan
         self.copies[-1].append((into, tl.load(pointers).handle.data))
 

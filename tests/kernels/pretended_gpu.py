@@ -52,10 +52,16 @@ class _Utilities:
 
 
 def pretend_gpu(capability: int = HOPPER) -> list[Launched]:
-    """From now on Triton compiles for this compute capability; the list fills with what is launched."""
+    """From now on Triton compiles for this compute capability; the list fills with what is launched.
+
+    Kernels in Gluon and direct launches are taken with every version of Triton, known or not.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from saobp.kernels.runtime import launcher
+
+    launcher.LAUNCHES_DIRECTLY = True
     launched: list[Launched] = []
 
     class Launcher:

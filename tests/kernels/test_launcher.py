@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,6 +93,20 @@ def test_the_first_launch_goes_through_triton_and_the_next_to_its_binary(machine
         (3, 1, 1, (None, 7), *ahead, x.data_ptr(), y.data_ptr(), *behind),
         (3, 1, 1, (None, 8), *ahead, y.data_ptr(), x.data_ptr(), *behind),
     ]
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_launch_keeps_its_binary() -> None:
+    """From Triton 3.8 on the code of a binary that nobody keeps is unloaded."""
+    kernel, x, launches = Kernel(), torch.zeros(4), []
+    kernel.binary.run = lambda *given: launches.append(given)  # type: ignore[method-assign]  # as Triton's, without it
+    launch = launcher.KernelLaunch(kernel, 3, NUMBERS, x.device)
+    launch(x, x)
+    used = weakref.ref(kernel.binary)
+    kernel.binary = Binary()  # as where Triton's own cache is cleared
+    launch(x, x)
+    assert used() is not None
+    assert [len(kernel.calls), len(launches)] == [1, 1]
 
 
 @pytest.mark.usefixtures("machine")

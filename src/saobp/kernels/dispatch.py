@@ -312,7 +312,7 @@ def entries(spec: CallSpec) -> int:
 
 
 def has_hopper_kernel(capability: int) -> bool:
-    """Whether the Hopper kernels can be used: Gluon is experimental, so only with versions of Triton that are known to compile them."""
+    """Whether the Hopper kernels can be used: Gluon is experimental, so only with the versions of Triton in ``KNOWN_TRITON``."""
     from saobp.kernels.runtime.launcher import LAUNCHES_DIRECTLY
 
     return capability == HOPPER and LAUNCHES_DIRECTLY and not INTERPRETED

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from saobp.kernels.decoding.step import LOG2_E, SEEN_BY_PADDING, add_sum
 from saobp.kernels.library.arithmetic import finite, raise_maximum
+from saobp.kernels.library.gluon_names import async_load
 from saobp.kernels.library.packed_bf16 import row_pairs
 
 HEADS = tl.constexpr(8)
@@ -49,7 +50,7 @@ def copy_tile(memory, base, row_stride, begin, keys, KEYS: tl.constexpr, DIM: tl
     dims = gl.arange(0, DIM, gl.SliceLayout(0, layout))
     local = gl.minimum(local, keys - 1 - begin)
     places = base + row_stride.to(gl.int64) * begin + (local * row_stride)[:, None] + dims[None, :]
-    async_copy.async_copy_global_to_shared(memory, places)
+    async_load(memory, places)
 
 
 @gluon.jit

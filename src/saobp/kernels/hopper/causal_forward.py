@@ -51,6 +51,7 @@ from saobp.kernels.hopper.short_forward import WRITTEN
 from saobp.kernels.hopper.tile_ring import DIM, KEYS, STAGES, announce, awaited, fetch_tile, tiles_seen
 from saobp.kernels.hopper.whole_map import as_reference, rounded_powers
 from saobp.kernels.library.arithmetic import _hardware_log2, head_message
+from saobp.kernels.library.gluon_names import reinterpret, tma_load, tma_store
 
 
 @gluon.jit
@@ -78,10 +79,10 @@ def refine_heads(
     by_row: tl.constexpr = gl.SliceLayout(1, states)
     narrow: tl.constexpr = narrow_layout(WARPS)
     plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = q_memory._reinterpret(KIND, [ROWS, DIM], tile_layout())
+    q = reinterpret(q_memory, KIND, [ROWS, DIM], tile_layout())
     # The output leaves through the shared memory of the weights.
-    out_memory = refined_memory._reinterpret(KIND, [1, 1, ROWS, DIM], out_map.layout)
-    out = refined_memory._reinterpret(KIND, [ROWS, DIM], tile_layout())
+    out_memory = reinterpret(refined_memory, KIND, [1, 1, ROWS, DIM], out_map.layout)
+    out = reinterpret(refined_memory, KIND, [ROWS, DIM], tile_layout())
     tiles_from = (k_map, v_map, ring, ready)
     blocks, tiles = (length + ROWS - 1) // ROWS, (length + KEYS - 1) // KEYS
 
@@ -93,7 +94,7 @@ def refine_heads(
         for number in gl.static_range(STAGES):
             announce(number, number, STAGES, False, ready)
         tl.debug_barrier()
-        tma.async_copy_global_to_shared(q_map, [batch, head, 0, 0], q_ready, q_memory)
+        tma_load(q_map, [batch, head, 0, 0], q_ready, q_memory)
         for number in gl.static_range(STAGES):
             fetch_tile(gl.to_tensor(number), number, here, here, False, tiles_from)
     for turn in range(count):
@@ -207,7 +208,7 @@ def refine_heads(
                         if (tile + 1 == seen) & more:
                             next_one = gl.where(inside, head, next_head)
                             next_place = [following[0], next_one, next_block * ROWS, 0]
-                            tma.async_copy_global_to_shared(q_map, next_place, q_ready, q_memory)
+                            tma_load(q_map, next_place, q_ready, q_memory)
                     weights = refined_memory.permute((1, 0)).load(gl.DotOperandLayout(0, states, 2))
                     sums = add_row_sums(weights, sums)
                     weights = dropped(weights, rows, tile, seed_ptr, row_base, drop_threshold, DROPS)
@@ -230,7 +231,7 @@ def refine_heads(
             announce(end - 1 + STAGES, last_stage, end, more, ready)
             tl.debug_barrier()  # the output is there
             fetch_tile(end - 1 + STAGES, last_stage, here, following, more, tiles_from)
-            tma.async_copy_shared_to_global(out_map, [batch, head, block * ROWS, 0], out_memory)
+            tma_store(out_map, [batch, head, block * ROWS, 0], out_memory)
             belief = _hardware_log2(total)
             if CAREFUL:
                 belief += gl.convert_layout(top, by_row)
@@ -243,7 +244,7 @@ def refine_heads(
                 )
                 lowest_of_all = gl.minimum(lowest_of_all, lowest)
         store_past(
-            past._reinterpret(gl.float32, [past.shape[0] * KEYS], plain), message_sums_ptr + row_base, length
+            reinterpret(past, gl.float32, [past.shape[0] * KEYS], plain), message_sums_ptr + row_base, length
         )
     return used, started, lowest_of_all
 
@@ -270,7 +271,7 @@ def causal_hopper_forward(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-    every_past = past._reinterpret(gl.float32, [TILES * KEYS], plain)
+    every_past = reinterpret(past, gl.float32, [TILES * KEYS], plain)
     every_past.store(gl.full([TILES * KEYS], 0.0, gl.float32, vector_layout(WARPS)))
     if PRECISE != 0:
         store_triangle(triangle, 1.0)

@@ -10,6 +10,7 @@ from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.hopper.head_tiles import COLUMNS, add_row_sums, narrow_layout, product_layout
 from saobp.kernels.hopper.tile_ring import KEYS
 from saobp.kernels.library.arithmetic import head_seed, kept
+from saobp.kernels.library.gluon_names import reinterpret
 from saobp.kernels.library.packed_bf16 import pair_logarithm
 
 LOWEST_ROWS = tl.constexpr(64)
@@ -102,7 +103,7 @@ def store_lowest(memory, base, block, blocks, ROWS: tl.constexpr):
     """
     PARTS: tl.constexpr = ROWS // LOWEST_ROWS
     spread: tl.constexpr = gl.BlockedLayout([1, 2 * PARTS], [PARTS, 32 // PARTS], [gl.num_warps(), 1], [1, 0])
-    rows = memory._reinterpret(gl.float32, [PARTS, LOWEST_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = reinterpret(memory, gl.float32, [PARTS, LOWEST_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     places = block * PARTS + gl.arange(0, PARTS, gl.SliceLayout(1, spread))
     lowest = gl.min(rows.load(spread), 1)
     gl.store(base + places, lowest, mask=places < blocks)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+
+from saobp.kernels.library.gluon_names import tma_load
 
 DIM = tl.constexpr(64)
 COLUMNS = tl.constexpr(8)
@@ -64,7 +66,7 @@ def next_place(batch, head, batch_step, head_step, heads):
 @gluon.jit
 def fetch(tensor_map, batch, head, into, ready):
     """Starts the TMA fetch of a head's rows."""
-    tma.async_copy_global_to_shared(tensor_map, [batch, head, 0, 0], ready, into)
+    tma_load(tensor_map, [batch, head, 0, 0], ready, into)
 
 
 @gluon.jit

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saobp.kernels.bidirectional.short_weak import inverse_or_zero, real_or
 from saobp.kernels.hopper.head_tiles import DIM, new_barrier, place, tile_layout
 from saobp.kernels.library.arithmetic import _hardware_log2, head_message
+from saobp.kernels.library.gluon_names import reinterpret, tma_load
 from saobp.kernels.library.packed_bf16 import row_pairs
 
 KEYS = tl.constexpr(512)
@@ -152,7 +152,7 @@ def fetch_keys(k_map, batch, key_head, memory, ready, buffer):
     """Starts the TMA fetch of a head's keys."""
     for half in gl.static_range(2):
         into = memory.index(2 * buffer + half)
-        tma.async_copy_global_to_shared(k_map, [batch, key_head, half * HALF, 0], ready.index(buffer), into)
+        tma_load(k_map, [batch, key_head, half * HALF, 0], ready.index(buffer), into)
 
 
 @gluon.jit
@@ -202,7 +202,7 @@ def add_block(
     batch, head, next_batch, next_head, more = places
     tops, totals = rows_memory
     inside = block + 2 < (length + ROWS - 1) // ROWS
-    q = q_memory._reinterpret(q_map.dtype, [ROWS, DIM], tile_layout())
+    q = reinterpret(q_memory, q_map.dtype, [ROWS, DIM], tile_layout())
     raw = warpgroup_mma_wait(0, deps=(start_scores(q, keys[0]),))
     running = start_scores(q, keys[1])
     raw = shown(raw, bounds.slice(0, HALF), MASKED)  # without a mask the first half has no missing keys
@@ -220,7 +220,7 @@ def add_block(
     if inside | more:
         row = gl.where(inside, block + 2, PARITY) * ROWS
         place_of_rows = [gl.where(inside, batch, next_batch), gl.where(inside, head, next_head), row, 0]
-        tma.async_copy_global_to_shared(q_map, place_of_rows, q_ready, q_memory)
+        tma_load(q_map, place_of_rows, q_ready, q_memory)
     row_top, total = row_totals(exchanged)
     tops.index(block).store(row_top)
     totals.index(block).store(total)
@@ -273,8 +273,8 @@ def joint_sums(
     mbarrier.expect(odd_ready, Q_BYTES)
     tl.debug_barrier()
     fetch_keys(k_map, batch, key_head, k_memory, k_ready, 0)
-    tma.async_copy_global_to_shared(q_map, [batch, head, 0, 0], even_ready, q_even)
-    tma.async_copy_global_to_shared(q_map, [batch, head, ROWS, 0], odd_ready, q_odd)
+    tma_load(q_map, [batch, head, 0, 0], even_ready, q_even)
+    tma_load(q_map, [batch, head, ROWS, 0], odd_ready, q_odd)
     evens, odds = gl.to_tensor(0), gl.to_tensor(0)
     for turn in range(count):
         batch, head, _ = place(first + turn * step, heads, group)
@@ -293,8 +293,8 @@ def joint_sums(
         if more:
             fetch_keys(k_map, next_batch, next_key_head, k_memory, k_ready, (turn + 1) & 1)
         keys = (
-            k_memory.index(2 * (turn & 1))._reinterpret(KIND, [HALF, DIM], tile_layout()),
-            k_memory.index(2 * (turn & 1) + 1)._reinterpret(KIND, [HALF, DIM], tile_layout()),
+            reinterpret(k_memory.index(2 * (turn & 1)), KIND, [HALF, DIM], tile_layout()),
+            reinterpret(k_memory.index(2 * (turn & 1) + 1), KIND, [HALF, DIM], tile_layout()),
         )
         products, products_2 = ones_of_pairs(), ones_of_pairs()
         message_sums = gl.full([KEYS], 0.0, gl.float32, by_key)
@@ -322,8 +322,8 @@ def joint_sums(
                 products, products_2 = ones_of_pairs(), ones_of_pairs()
 
         positions = gl.arange(0, KEYS, by_key)
-        total = totals._reinterpret(gl.float32, [KEYS], plain).load(by_key)
-        lse = tops._reinterpret(gl.float32, [KEYS], plain).load(by_key) + _hardware_log2(total)
+        total = reinterpret(totals, gl.float32, [KEYS], plain).load(by_key)
+        lse = reinterpret(tops, gl.float32, [KEYS], plain).load(by_key) + _hardware_log2(total)
         if MASKED:
             lse = gl.where(total > 0, lse, float("inf"))
         gl.store(lse_ptr + row_base + positions, lse, mask=positions < length)

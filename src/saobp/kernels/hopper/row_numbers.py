@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.hopper.head_tiles import COLUMNS, DIM, narrow_layout, product_layout
 from saobp.kernels.library.arithmetic import INTERPRETED
+from saobp.kernels.library.gluon_names import reinterpret
 from saobp.kernels.library.packed_bf16 import rounded
 
 KEYS = tl.constexpr(256)
@@ -22,7 +23,7 @@ PREFETCH = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.globa
 @gluon.jit
 def all_blocks(vector):
     """The numbers of all blocks of rows."""
-    return vector._reinterpret(gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return reinterpret(vector, gl.float32, [KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

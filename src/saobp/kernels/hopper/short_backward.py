@@ -27,6 +27,7 @@ from saobp.kernels.bidirectional.short_weak import real_or
 from saobp.kernels.hopper.head_tiles import DIM, fetch, place, product_layout, tile_layout
 from saobp.kernels.hopper.short_forward import KEYS, TILE_BYTES
 from saobp.kernels.library.arithmetic import INTERPRETED, head_message, head_seed, kept, over_message
+from saobp.kernels.library.gluon_names import reinterpret, tma_store
 from saobp.kernels.library.packed_bf16 import _halves, row_pairs
 
 
@@ -210,9 +211,7 @@ def head_gradients(
 
     dq = warpgroup_mma(map_memory, k, no_states, use_acc=False, is_async=True)
     dk = warpgroup_mma(map_memory.permute((1, 0)), q, no_states, use_acc=False, is_async=True)
-    tma.async_copy_shared_to_global(
-        dv_map, [batch, head, 0, 0], dv_memory._reinterpret(KIND, [1, 1, KEYS, DIM], dv_map.layout)
-    )
+    tma_store(dv_map, [batch, head, 0, 0], reinterpret(dv_memory, KIND, [1, 1, KEYS, DIM], dv_map.layout))
     dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
     dq_memory.store((dq * scale).to(KIND))
     dk_memory.store((dk * scale).to(KIND))
@@ -270,10 +269,10 @@ def short_hopper_backward(
         half = turn & 1
         batch, head, _ = place(first + turn * step, heads, group)
         row_base = (batch.to(gl.int64) * heads + head) * length
-        q = q_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
-        k = k_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
-        v = v_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
-        g = g_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
+        q = reinterpret(q_memory.index(half), KIND, [KEYS, DIM], tile_layout())
+        k = reinterpret(k_memory.index(half), KIND, [KEYS, DIM], tile_layout())
+        v = reinterpret(v_memory.index(half), KIND, [KEYS, DIM], tile_layout())
+        g = reinterpret(g_memory.index(half), KIND, [KEYS, DIM], tile_layout())
         head_gradients(
             q, k, v, g, map_memory, dq_memory, dk_memory, dv_memory, weight_memory, partial_memory, sums_memory, ready.index(half), (turn >> 1) & 1,
             dv_map, batch, head, mask_ptr + batch.to(gl.int64) * length, seed_ptr, lse_ptr + row_base, strength_ptr,
@@ -299,7 +298,7 @@ def short_hopper_backward(
 @gluon.jit
 def store_both(dq_map, dk_map, batch, head, dq_memory, dk_memory, KIND: tl.constexpr):
     """Starts the way of dQ and dK to memory."""
-    dq = dq_memory._reinterpret(KIND, [1, 1, KEYS, DIM], dq_map.layout)
-    dk = dk_memory._reinterpret(KIND, [1, 1, KEYS, DIM], dk_map.layout)
-    tma.async_copy_shared_to_global(dq_map, [batch, head, 0, 0], dq)
-    tma.async_copy_shared_to_global(dk_map, [batch, head, 0, 0], dk)
+    dq = reinterpret(dq_memory, KIND, [1, 1, KEYS, DIM], dq_map.layout)
+    dk = reinterpret(dk_memory, KIND, [1, 1, KEYS, DIM], dk_map.layout)
+    tma_store(dq_map, [batch, head, 0, 0], dq)
+    tma_store(dk_map, [batch, head, 0, 0], dk)

@@ -34,6 +34,7 @@ from saobp.kernels.hopper.head_tiles import (
     tile_layout,
 )
 from saobp.kernels.library.arithmetic import head_message, head_seed, kept
+from saobp.kernels.library.gluon_names import reinterpret, tma_store
 from saobp.kernels.library.packed_bf16 import messages_and_weights, multiply, pair_logarithm
 
 KEYS = tl.constexpr(128)
@@ -233,10 +234,10 @@ def short_hopper_forward(
     if STRONG:
         out_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], out_map.layout)
     else:  # in place of the messages, which are no longer needed: there is no room for both
-        out_memory = messages._reinterpret(KIND, [1, 1, KEYS, DIM], out_map.layout)
-    q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
-    out = out_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+        out_memory = reinterpret(messages, KIND, [SENT // DIM, 1, 1, KEYS, DIM], out_map.layout).index(0)
+    q = reinterpret(q_memory, KIND, [KEYS, DIM], tile_layout())
+    k = reinterpret(k_memory, KIND, [KEYS, DIM], tile_layout()).permute((1, 0))
+    out = reinterpret(out_memory, KIND, [KEYS, DIM], tile_layout())
     # One for each fetch: the compiler would separate those that share one by barriers of the whole program.
     q_ready, k_ready, v_ready = barrier_pair(), barrier_pair(), barrier_pair()
     fence_async_shared()
@@ -322,7 +323,7 @@ def short_hopper_forward(
             )  # fmt: skip
             weight_memory.store(weight.to(KIND))
             weight = weight_memory.load(by_key)
-        v = v_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
+        v = reinterpret(v_memory.index(half), KIND, [KEYS, DIM], tile_layout())
         for part in gl.static_range(PARTS):
             refined = waiting[part]
             if RECEIVES:
@@ -340,14 +341,14 @@ def short_hopper_forward(
             expect_states(q_ready, k_ready, v_ready, half)
         fence_async_shared()
         tl.debug_barrier()
-        tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+        tma_store(out_map, [batch, head, 0, 0], out_memory)
         batch, head = next_batch, next_head
     if CAREFUL:  # noqa: SIM102 - Triton would evaluate both sides of "and"
         if -gl.max(-lowest, 0) < LOWEST:
             gl.inline_asm_elementwise(WRITTEN, "=f,f", [lowest], gl.float32, False, 1)
             for turn in range(count):
                 half = (count + turn) & 1
-                v = v_memory.index(half)._reinterpret(KIND, [KEYS, DIM], tile_layout())
+                v = reinterpret(v_memory.index(half), KIND, [KEYS, DIM], tile_layout())
                 batch, head, key_head = place(first + turn * step, heads, group)
                 tma.store_wait(0)
                 expect_states(q_ready, k_ready, v_ready, half)
@@ -384,5 +385,5 @@ def short_hopper_forward(
                     out.slice(part * ROWS, ROWS).store(times_values(refined, v, factor).to(KIND))
                 fence_async_shared()
                 tl.debug_barrier()
-                tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+                tma_store(out_map, [batch, head, 0, 0], out_memory)
     tma.store_wait(0)

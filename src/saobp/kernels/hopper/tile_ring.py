@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saobp.kernels.hopper.head_tiles import DIM, tile_layout
+from saobp.kernels.library.gluon_names import reinterpret, tma_load
 
 KEYS = tl.constexpr(64)
 TILE_BYTES = tl.constexpr(2 * 64 * 64)
@@ -50,13 +51,9 @@ def fetch_tile(number, stage, here, following, more, tiles_from):
         row = gl.where(refining >= 0, refining >> 1, use) * KEYS
         batch, head = gl.where(later, following[0], here[0]), gl.where(later, following[1], here[1])
         if (refining >= 0) & ((refining & 1) == 1):
-            tma.async_copy_global_to_shared(
-                v_map, [batch, head, row, 0], ready.index(stage), ring.index(stage)
-            )
+            tma_load(v_map, [batch, head, row, 0], ready.index(stage), ring.index(stage))
         else:
-            tma.async_copy_global_to_shared(
-                k_map, [batch, head, row, 0], ready.index(stage), ring.index(stage)
-            )
+            tma_load(k_map, [batch, head, row, 0], ready.index(stage), ring.index(stage))
 
 
 @gluon.jit
@@ -64,4 +61,4 @@ def awaited(count, ring, ready, KIND: tl.constexpr):
     """The tile that is used as the ``count``-th of all, once it is there."""
     stage = count % STAGES
     mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
-    return ring.index(stage)._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    return reinterpret(ring.index(stage), KIND, [KEYS, DIM], tile_layout())

@@ -36,6 +36,7 @@ from saobp.kernels.hopper.head_tiles import (
     tile_layout,
 )
 from saobp.kernels.library.arithmetic import head_message, head_seed, kept
+from saobp.kernels.library.gluon_names import reinterpret, tma_store
 from saobp.kernels.library.packed_bf16 import multiply, packed_messages
 
 KEYS = tl.constexpr(256)
@@ -126,7 +127,7 @@ def dropped(weights, seed_ptr, row_base, drop_threshold, half: tl.constexpr, DRO
 def store_lowest(memory, lowest_base):
     """Smallest normaliser of each block of rows. Each warp takes all rows, as in ``key_weights``."""
     spread: tl.constexpr = gl.BlockedLayout([1, KEYS // 32], [2, 16], [gl.num_warps(), 1], [1, 0])
-    rows = memory._reinterpret(gl.float32, [BLOCKS, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = reinterpret(memory, gl.float32, [BLOCKS, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     gl.store(lowest_base + gl.arange(0, BLOCKS, gl.SliceLayout(1, spread)), gl.min(rows.load(spread), 1))
 
 
@@ -159,10 +160,10 @@ def whole_map_forward(
     sums_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     lowest_memory = gl.allocate_shared_memory(gl.float32, [KEYS], plain)
     weight_memory = gl.allocate_shared_memory(KIND, [KEYS], plain)
-    q = q_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    k = k_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    out = out_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    q = reinterpret(q_memory, KIND, [KEYS, DIM], tile_layout())
+    k = reinterpret(k_memory, KIND, [KEYS, DIM], tile_layout())
+    v = reinterpret(v_memory, KIND, [KEYS, DIM], tile_layout())
+    out = reinterpret(out_memory, KIND, [KEYS, DIM], tile_layout())
     q_ready, k_ready, v_ready = new_barrier(), new_barrier(), new_barrier()
     fence_async_shared()
 
@@ -250,7 +251,7 @@ def whole_map_forward(
         tl.debug_barrier()  # the output is there, and nobody needs the values any more
         if more:
             fetch(v_map, next_batch, next_key_head, v_memory, v_ready)
-        tma.async_copy_shared_to_global(out_map, [batch, head, 0, 0], out_memory)
+        tma_store(out_map, [batch, head, 0, 0], out_memory)
         store_lowest(lowest_memory, lowest_ptr + line * BLOCKS)
         saved = total * inverse
         if PRECISE == 0 and RECEIVES == 1:

@@ -41,6 +41,7 @@ from saobp.kernels.hopper.row_numbers import (
     store_numbers,
 )
 from saobp.kernels.library.arithmetic import INTERPRETED, head_message, over_message
+from saobp.kernels.library.gluon_names import reinterpret, tma_load, tma_store
 from saobp.kernels.library.packed_bf16 import rounded
 
 ROWS = tl.constexpr(64)
@@ -80,8 +81,8 @@ def value_sweep(
     own = gl.full([KEYS, COLUMNS], 0.0, gl.float32, product_layout(COLUMNS, WARPS))
     nothing = gl.full([KEYS, ROWS], 0.0, gl.float32, tiles)
     for block in gl.static_range(BLOCKS):
-        q = q_blocks.index(block)._reinterpret(KIND, [ROWS, DIM], tile_layout())
-        g = g_blocks.index(block)._reinterpret(KIND, [ROWS, DIM], tile_layout())
+        q = reinterpret(q_blocks.index(block), KIND, [ROWS, DIM], tile_layout())
+        g = reinterpret(g_blocks.index(block), KIND, [ROWS, DIM], tile_layout())
         raw = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         raw = warpgroup_mma_wait(0, deps=(raw,))
         if GAPS:
@@ -120,7 +121,7 @@ def block_terms(
         deltas.index(block).load(by_row), all_blocks(weights).load(by_key), sums_grads.load(by_key), RECEIVES, SHARES, PARTS,
     )  # fmt: skip
     rows_last: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    by_part = sums_memory._reinterpret(gl.float32, [sums.shape[1], ROWS], rows_last)
+    by_part = reinterpret(sums_memory, gl.float32, [sums.shape[1], ROWS], rows_last)
     by_part.permute((1, 0)).store(sums)
     return a, d_scores
 
@@ -160,14 +161,14 @@ def row_term(sums_memory, vectors, block, SHARES: tl.constexpr):
 @gluon.jit
 def fetch_block(maps, batch, head, block, memory, ready):
     """Starts the fetch of a block of rows of queries and dO, which their barriers expect already."""
-    tma.async_copy_global_to_shared(maps[0], [batch, head, block * ROWS, 0], ready[0], memory[0].index(block))
-    tma.async_copy_global_to_shared(maps[1], [batch, head, block * ROWS, 0], ready[1], memory[1].index(block))
+    tma_load(maps[0], [batch, head, block * ROWS, 0], ready[0], memory[0].index(block))
+    tma_load(maps[1], [batch, head, block * ROWS, 0], ready[1], memory[1].index(block))
 
 
 @gluon.jit
 def store_block(dq_map, batch, head, block, dq_memory):
     """Starts the store of a block of rows of dQ."""
-    tma.async_copy_shared_to_global(dq_map, [batch, head, block * ROWS, 0], dq_memory.index(block & 1))
+    tma_store(dq_map, [batch, head, block * ROWS, 0], dq_memory.index(block & 1))
 
 
 @gluon.jit(do_not_specialize=["lines"])
@@ -195,7 +196,7 @@ def whole_map_backward(
     v_memory = gl.allocate_shared_memory(KIND, [1, 1, KEYS, DIM], v_map.layout)
     dq_memory = gl.allocate_shared_memory(KIND, [2, 1, 1, ROWS, DIM], dq_map.layout)
     map_memory = gl.allocate_shared_memory(KIND, [ROWS, KEYS], tile_layout())  # dS of a block; before that dV
-    dv_memory = map_memory._reinterpret(KIND, [1, 1, KEYS, DIM], dv_map.layout)
+    dv_memory = reinterpret(map_memory, KIND, [1, 1, KEYS, DIM], dv_map.layout)
     parts = gl.allocate_shared_memory(KIND, [COLUMNS, KEYS], tile_layout()).permute((1, 0))
     vectors = ()
     for _ in gl.static_range(6):
@@ -207,8 +208,8 @@ def whole_map_backward(
     v_ready = new_barrier()  # for O and values in turn
     for one in gl.static_range(2):
         mbarrier.init(k_ready.index(one), count=1)
-    v = v_memory._reinterpret(KIND, [KEYS, DIM], tile_layout())
-    all_g = g_blocks._reinterpret(KIND, [KEYS, DIM], tile_layout())
+    v = reinterpret(v_memory, KIND, [KEYS, DIM], tile_layout())
+    all_g = reinterpret(g_blocks, KIND, [KEYS, DIM], tile_layout())
     states_maps, states_blocks, states_ready = (q_map, grad_map), (q_blocks, g_blocks), (q_ready, g_ready)
     fence_async_shared()
 
@@ -239,7 +240,7 @@ def whole_map_backward(
         mask_base = mask_ptr + batch.to(gl.int64) * length
         gamma = head_message(strength_ptr, head, sign, r0, r1, r2, l0, l1, l2)[0]
         k_tile = k_memory.index(half)
-        k = k_tile._reinterpret(KIND, [KEYS, DIM], tile_layout())
+        k = reinterpret(k_tile, KIND, [KEYS, DIM], tile_layout())
         high, inverse, message_sums = numbers
         if PRECISE == 0 and RECEIVES == 1:
             inverse /= r0  # the forward pass divides by messages but for this factor
@@ -257,19 +258,19 @@ def whole_map_backward(
         dv, own = value_sweep(q_blocks, k, g_blocks, parts, vectors, score_scale, KIND, RECEIVES, GAPS)
         mbarrier.wait(v_ready, 1)
         sums_grads.store((gl.sum(v.load(states).to(gl.float32) * dv, 1) - own) * weight)
-        map_memory._reinterpret(KIND, [KEYS, DIM], tile_layout()).store(rounded(dv * weight[:, None], KIND))
+        reinterpret(map_memory, KIND, [KEYS, DIM], tile_layout()).store(rounded(dv * weight[:, None], KIND))
         fence_async_shared()
         tl.debug_barrier()
-        tma.async_copy_shared_to_global(dv_map, [batch, head, 0, 0], dv_memory)
+        tma_store(dv_map, [batch, head, 0, 0], dv_memory)
         next_base = (line + step).to(gl.int64) * length
         prefetch_row_numbers(lse_ptr, inverse_ptr, message_sums_ptr, next_base, rows, length, more)
 
         dk = gl.full([KEYS, DIM], 0.0, gl.float32, states)
         for block in range(BLOCKS):
             before = block - 1
-            k_block = k_memory.index(anew(half))._reinterpret(KIND, [KEYS, DIM], tile_layout())
-            q = q_blocks.index(block)._reinterpret(KIND, [ROWS, DIM], tile_layout())
-            g = g_blocks.index(block)._reinterpret(KIND, [ROWS, DIM], tile_layout())
+            k_block = reinterpret(k_memory.index(anew(half)), KIND, [KEYS, DIM], tile_layout())
+            q = reinterpret(q_blocks.index(block), KIND, [ROWS, DIM], tile_layout())
+            g = reinterpret(g_blocks.index(block), KIND, [ROWS, DIM], tile_layout())
             a, d_scores = block_terms(
                 q, k_block, v, g, vectors, sums_grads, sums_memory, block, score_scale, RECEIVES, SHARES, GAPS
             )
@@ -301,7 +302,7 @@ def whole_map_backward(
                 strength_grad *= real_or(mask_base, block_rows, length, 1.0, 0.0, MASKED)
             gl.store(strength_grad_ptr + row_base + block_rows, strength_grad, mask=block_rows < length)
             dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
-            dq_block = dq_memory.index(block & 1)._reinterpret(KIND, [ROWS, DIM], tile_layout())
+            dq_block = reinterpret(dq_memory.index(block & 1), KIND, [ROWS, DIM], tile_layout())
             dq_block.store(rounded(dq * scale, KIND))
             fence_async_shared()
         tl.debug_barrier()  # dQ is there, and keys are not needed any more
@@ -312,5 +313,5 @@ def whole_map_backward(
         numbers = load_row_numbers(lse_ptr, inverse_ptr, message_sums_ptr, next_base, rows, length, more)
         fence_async_shared()
         tl.debug_barrier()
-        tma.async_copy_shared_to_global(dk_map, [batch, head, 0, 0], k_tile)
+        tma_store(dk_map, [batch, head, 0, 0], k_tile)
     tma.store_wait(0)

@@ -36,7 +36,8 @@ MAX_CACHED = 4096
 """Maximum entries of a cache; a full one is cleared."""
 
 KNOWN_TRITON = ("3.6.", "3.7.")
-"""Versions of Triton tested with direct launches, and whose experimental Gluon compiles the Hopper kernel."""
+"""Versions of Triton with which kernels in Gluon and direct launches are used. 3.8 and 3.9 compile the kernels too; they belong
+here once ``make test-gpu`` has passed with them and the kernels are not slower."""
 
 
 def is_known_triton() -> bool:
@@ -157,15 +158,16 @@ class KernelLaunch(CachedLaunch):
             **{name: numbers[name] for name in OPTIONS if name in numbers},
         }
 
-    def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, Any, Any] | None:
+    def _through_triton(self, tensors: tuple[Tensor, ...], parts: int = 1) -> tuple[Any, ...] | None:
+        """What ``_directly`` takes, and the binary itself: from Triton 3.8 on its code is unloaded with it."""
         maps = [tensors[index] if tiles is None else tiles.of(tensors[index]) for index, tiles in self.maps]
         binary = self.kernel[(self.programs // parts,)](*tensors, *maps, *self.numbers, **self.options)
-        return None if binary is None else (binary.run, binary.function, binary.packed_metadata)
+        return None if binary is None else (binary.run, binary.function, binary.packed_metadata, binary)
 
     def _directly(
-        self, compiled: tuple[Any, Any, Any], addresses: Sequence[int], stream: int, parts: int = 1
+        self, compiled: tuple[Any, ...], addresses: Sequence[int], stream: int, parts: int = 1
     ) -> None:
-        run, function, metadata = compiled
+        run, function, metadata, _ = compiled
         maps: Sequence[Any] = ()
         if self.maps:
             given = [(addresses[index], tiles) for index, tiles in self.maps]
