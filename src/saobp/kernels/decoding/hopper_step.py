@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """``attend_part`` for Hopper and half types: a program is one warp, so that its threads never wait for others.
 
 Scores are ``[heads, keys]``, with the query heads of a key head in the first 8 of a tensor instruction's 16 rows. Those 8 rows, as

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Device functions of ``causal_forward``: messages and weights of a tile, and what is stored of rows and keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gradients of a block of scores, for ``whole_map_backward``, up to a term that needs the sums of whole rows.
 
 Notation of ``bidirectional/backward.py``; dP is dO V^T, with dO times n, one over the row's normaliser.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What kernels for Hopper share: layouts of a head's tiles, sums of their rows, and fetches by TMA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Numbers of rows and keys of a head, for ``whole_map_backward``: from memory to shared memory, where both sweeps find them.
 
 Vectors in shared memory are ``[blocks, rows of a block]``: log-sum-exp, gamma (0 for rows that send no message), n, D, and of

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The backward pass of short maps for Hopper: a program processes several heads, and TMA prefetches the next.
 
 The arithmetic is that of ``bidirectional/short.py``, except that factors of a row are applied to sums of the row: with

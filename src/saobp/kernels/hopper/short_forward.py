@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """``short_weak_forward`` for Hopper: a program processes several heads, and TMA prefetches the next one.
 
 The arithmetic is that of ``short_weak``. Queries and keys are single-buffered in shared memory: once the scores of a head are

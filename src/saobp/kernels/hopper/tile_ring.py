@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Tiles of keys and values in the order in which blocks of causal rows use them, through a ring of shared memory.
 
 A block that sees ``seen`` tiles of keys uses all of them for its rows' log-sum-exp, then keys and values by turns: the

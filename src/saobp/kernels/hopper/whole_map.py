@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """129 to 256 tokens on Hopper: a program of sixteen warps holds a head's whole map in registers, forward in one launch.
 
 The three sweeps of ``bidirectional/`` in one: scores are computed once, half of the keys at a time, rounded right after

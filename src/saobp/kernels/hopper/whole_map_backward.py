@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """129 to 256 tokens on Hopper, backward: a program has all states of a head in shared memory and sweeps its map twice.
 
 Notation of ``bidirectional/backward.py``; n is one over a row's normaliser. dO times n, rounded, replaces dO, and D is of that.
