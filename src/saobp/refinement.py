@@ -90,8 +90,8 @@ class Refinement:
         if self.factor not in factor_names():
             raise ValueError(
                 f"unknown factor {self.factor!r}: choose one of {', '.join(factor_names())}, in text with a "
-                f"strength as in 'high:0.2' or 'high:learned', or a variant: {', '.join(VARIANTS)}; a factor of "
-                "your own is known once its file is imported (--import FILE in commands)"
+                f"strength as in 'high:0.2' or 'high:learned', or a variant: {', '.join(VARIANTS)}; a factor "
+                "of your own is known once its file is imported (--import FILE in commands)"
             )
         object.__setattr__(self, "strength", _checked_strength(self.strength))
         check_count("steps", self.steps)
