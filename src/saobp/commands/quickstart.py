@@ -33,8 +33,8 @@ HELD_OUT = "held_out.txt"
 
 def quickstart(
     refinement: Annotated[
-        str, typer.Option(help="For instance high:0.2, low:0.5 or high:learned.")
-    ] = "high:0.2",
+        str, typer.Option(help="For instance high:learned, high:0.2 or low:0.5.")
+    ] = "high:learned",
     sentence: Annotated[
         str | None, typer.Option(help="Draw the attention on this sentence instead of held-out ones.")
     ] = None,
@@ -119,7 +119,7 @@ def _checked(refinement: str, out: Path) -> Refinement:
     parsed = parse_refinement_option(refinement)
     if parsed.is_plain:
         raise ValueError(
-            "the quickstart compares plain attention with a refinement: name one, as in high:0.2"
+            "the quickstart compares plain attention with a refinement: name one, as in high:learned"
         )
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder by --out")
