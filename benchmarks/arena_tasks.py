@@ -55,7 +55,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder whose runs/ has the pretraining runs.")],
     data_dir: Annotated[Path, typer.Option(help="Folder with the tasks' files.")],
     workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 1,
-    only: Annotated[str, typer.Option(help="Pattern of the runs' names.")] = "*",
+    only: Annotated[str, typer.Option(help="Patterns of the runs' names joined by commas.")] = "*",
     tasks: Annotated[str, typer.Option(help="Measures joined by commas.")] = ",".join(MEASURES),
     limit: Annotated[
         int | None, typer.Option(help="Most rows of a task, to try it: results are in OUT/trial.", min=1)
@@ -75,7 +75,7 @@ def run(
 
 def open_measurements(runs: Path, only: str, tasks: list[str], limit: int | None = None) -> list[str]:
     """``TASK.RUN`` for all that has no result: a seed after the other, and the longest of a seed first."""
-    found = [RunFolder(path) for path in run_folders(runs) if fnmatch(path.name, only)]
+    found = [RunFolder(path) for path in run_folders(runs) if matches(path.name, only)]
     ready = [run for run in found if run.is_finished and run.model.is_dir()]
     by_seed = groupby(sorted(ready, key=seed_of), seed_of)
     names = [
@@ -86,6 +86,10 @@ def open_measurements(runs: Path, only: str, tasks: list[str], limit: int | None
         for run in own
     ]
     return [name for name in names if not place(runs, name, limit).joinpath(RESULT).exists()]
+
+
+def matches(name: str, patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns.split(","))
 
 
 def seed_of(run: RunFolder) -> int:

@@ -22,7 +22,7 @@ def test_the_plan_names_settings_methods_and_seeds() -> None:
         assert f"`{setting}`" in seven
     for rate in plan.SMALL_RATES:
         assert f"{1000 * rate:g}e-3" in seven
-    for form in (*plan.COMPARED[1:], *plan.RIVALS):
+    for form in (*plan.COMPARED[1:], *plan.BESIDE_QK_NORM, *plan.RIVALS):
         assert f"`{form}`" in seven
         assert str(Refinement.of(form)) == form
     for form in plan.AT_EQUAL_TIME:
@@ -35,11 +35,13 @@ def test_runs_come_in_the_order_of_the_plan_and_the_comparison_has_seeds_of_its_
     names = list(RUNS)
     assert names[0] == "modernbert-mini-masked-30-to-15-original-42"
     assert names[3] == "modernbert-mini-muon-falling-128-rows-original-42"
-    compared, rest = names[15:95], names[95:]
-    assert compared[1::8] == [f"modernbert-mini-muon-falling-learned-{seed}" for seed in range(51, 61)]
+    compared, beside, rest = names[15:55], names[55:71], names[71:]
+    assert compared[1::5] == [f"modernbert-mini-muon-falling-learned-{seed}" for seed in range(51, 59)]
     assert compared[3:5] == [f"modernbert-mini-muon-falling-original-{n}-percent-longer-51" for n in (2, 4)]
-    assert compared[7] == "modernbert-mini-muon-falling-high-key-bias-learned-qk-norm-51"
-    assert not {RUNS[name].seed for name in compared} & {one["recipe"]["seed"] for one in RECORDS}
+    forms = ("qk-norm", "learned-qk-norm")
+    assert beside == [f"modernbert-mini-muon-falling-{form}-{n}" for n in range(51, 59) for form in forms]
+    tuned_on = set(plan.SETTING_SEEDS) | set(plan.RATE_SEEDS)
+    assert not {RUNS[name].seed for name in (*compared, *beside)} & tuned_on
     assert rest[0] == "modernbert-small-muon-falling-rate-0.0028-original-42"
     assert rest[8:10] == [f"modernbert-small-muon-falling-rate-0.002-{form}-31" for form in FORMS]
     assert rest[18:20] == [f"modernbert-mini-muon-falling-books-{form}-31" for form in FORMS]
@@ -95,7 +97,7 @@ def test_what_waits_for_a_choice_is_not_planned_before_it() -> None:
     assert plan.is_tuned(losses_with("muon-falling-half", 1e-3))
 
 
-@pytest.mark.parametrize("form", plan.COMPARED)
+@pytest.mark.parametrize("form", [*plan.COMPARED, *plan.BESIDE_QK_NORM])
 def test_at_the_recipe_of_before_runs_may_be_pooled_with_recorded_ones(form: str) -> None:
     """Of the same recipe but for the seed."""
     recipe = {"kind": "pretrain", **plan.Run(form, 51, plan.RECORDED).recipe.to_dict()}
