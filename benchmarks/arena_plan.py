@@ -46,7 +46,25 @@ PAIR_SEEDS = (31, 32, 33, 34, 35)
 MEDIUM_SEEDS = PAIR_SEEDS[:2]
 RIVALS = ("gate", "sinkhorn", "sinkhorn-3", "sink", "softmax-plus-one", "sigma-reparam")
 """Methods that have not been trained at a tuned recipe."""
-RIVAL_SEEDS = MANY_SEEDS
+RIVAL_SEEDS = MANY_SEEDS[:5]
+PENALTIES = {
+    "entropy": ("entropy,weight=0.0001", "entropy,weight=0.001", "entropy,weight=0.01"),
+    "eigen": ("eigen,weight=0.001", "eigen,weight=0.01", "eigen,weight=0.1"),
+}
+"""The two regularizers, at the weights that are tried."""
+LATER, FASTER = "later", "faster"
+TRAINED: dict[str, dict[str, Any]] = {LATER: {"strength_delay": 0.2}, FASTER: {"strength_rate": 4.0}}
+"""Ways of training strengths; the rate is a multiple of STRENGTHS_RATE here."""
+LEARNED_FORMS: tuple[tuple[str, str], ...] = (
+    *((f"{LEARNED}+{part}", "") for part in ("message-gate", "by-distance", "alternating")),
+    (f"{LEARNED},steps=2+later-steps", ""),
+    (LEARNED, LATER),
+    (LEARNED, FASTER),
+)
+"""What else may learn: forms, and how their strengths are trained."""
+FORM_SEEDS = (42, 1, 2)
+CONFIRMING_SEEDS = tuple(range(61, 69))
+"""For the best of these forms."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,8 @@ class Run:
     setting: one of SETTINGS
     rate:    learning rate of small and medium; that of mini is the recipe's
     longer:  per cent of further steps
+    penalty: a regularizer with its weight, as ``saobp pretrain`` takes it
+    trained: one of TRAINED, if strengths are trained otherwise than usual
     """
 
     form: str
@@ -65,15 +85,18 @@ class Run:
     rate: float | None = None
     corpus: str = MIXTURE
     longer: int = 0
+    penalty: str = ""
+    trained: str = ""
 
     @property
     def name(self) -> str:
         form = "original" if self.form == ORIGINAL else self.form.removeprefix("high:")
         rate = "" if self.rate is None else f"rate-{self.rate:.2g}"
         corpus = {MIXTURE: "", BOOKS: "books"}[self.corpus]
-        method = form.replace("+", "-").replace(":", "-")
+        method = _as_words(self.penalty or form)
         longer = f"{self.longer}-percent-longer" if self.longer else ""
-        parts = ["modernbert", self.size, self.setting, rate, corpus, method, longer, str(self.seed)]
+        parts = ["modernbert", self.size, self.setting, rate, corpus, method, self.trained, longer]
+        parts.append(str(self.seed))
         return "-".join(part for part in parts if part)
 
     @property
@@ -82,6 +105,7 @@ class Run:
         usual = with_steps(named_recipe("modern", "modernbert", self.size), STEPS)
         changes = {"batch_size": ROWS, "length": LENGTH, "steps": STEPS, **SETTINGS[self.setting]}
         changes["steps"] += changes["steps"] * self.longer // 100
+        own = {"strength_rate": 1.0, **TRAINED.get(self.trained, {})}
         rate = usual.learning_rate if self.rate is None else self.rate
         return replace(
             usual,
@@ -93,7 +117,9 @@ class Run:
             checkpoint_steps=changes["steps"] // 5,
             health_texts=0,
             refinement=None if self.form == ORIGINAL else Refinement.of(self.form),
-            strength_rate=STRENGTHS_RATE / rate,
+            regularizer=self.penalty or None,
+            strength_rate=own.pop("strength_rate") * STRENGTHS_RATE / rate,
+            **own,
             seed=self.seed,
         )
 
@@ -103,9 +129,10 @@ class Run:
         recipe = self.recipe
         words = ["saobp", "pretrain", "--recipe", "modern", "--family", "modernbert", "--size", self.size]
         words += ["--steps", str(recipe.steps), "--refinement", self.form, "--seed", str(self.seed)]
+        words += ["--regularizer", self.penalty] if self.penalty else []
         for name in (
             *("batch_size", "length", "learning_rate", "warmup_steps", "masked_share", "masked_share_end"),
-            *("optimizer", "muon_rate", "averaged_share", "strength_rate"),
+            *("optimizer", "muon_rate", "averaged_share", "strength_rate", "strength_delay"),
             *("log_steps", "evaluation_steps", "checkpoint_steps", "health_texts"),
         ):
             value = getattr(recipe, name)
@@ -120,8 +147,9 @@ Losses = Mapping[Run, float | None]
 def planned_runs(losses: Losses, times: StepTimes | None = None) -> Iterator[Run]:
     """All runs whose settings are known, in their order: tuning, the comparison, then what is left.
 
-    Tuning of small waits for the choice of the setting, and its pairs and medium's for that of its rate.
-    Runs at equal time need the times of steps at the chosen setting.
+    Everything waits for the choice of the setting; pairs of small and medium for that of small's rate, those
+    of a penalty for that of its weight, the confirmation of a form for its choice. Runs at equal time need
+    the times of steps at the chosen setting.
     """
     yield from setting_runs()
     setting = chosen_setting(losses)
@@ -138,6 +166,47 @@ def planned_runs(losses: Losses, times: StepTimes | None = None) -> Iterator[Run
     if rate is not None:
         yield from _pairs(MEDIUM_SEEDS, setting, "medium", MEDIUM_RATE * rate)
     yield from (Run(rival, seed, setting) for seed in RIVAL_SEEDS for rival in RIVALS)
+    yield from penalty_runs(setting)
+    weights = chosen_weights(setting, losses)
+    yield from (Run(ORIGINAL, seed, setting, penalty=one) for seed in RIVAL_SEEDS for one in weights)
+    yield from form_runs(setting)
+    best = chosen_form(setting, losses)
+    if best is not None:
+        yield from (run for seed in CONFIRMING_SEEDS for run in confirming_runs(best, seed))
+
+
+def penalty_runs(setting: str) -> Iterator[Run]:
+    """Both regularizers at every weight, on one seed."""
+    seed = SETTING_SEEDS[0]
+    return (Run(ORIGINAL, seed, setting, penalty=one) for weights in PENALTIES.values() for one in weights)
+
+
+def chosen_weights(setting: str, losses: Losses) -> list[str]:
+    """Of each regularizer the weight with the lowest loss; none while a run is missing."""
+    best = (
+        _best_group((run for run in penalty_runs(setting) if run.penalty in weights), losses)
+        for weights in PENALTIES.values()
+    )
+    found = [run.penalty for run in best if run is not None]
+    return found if len(found) == len(PENALTIES) else []
+
+
+def form_runs(setting: str) -> Iterator[Run]:
+    """``high:learned`` and all further forms of learned strengths, one seed after the other."""
+    forms = ((LEARNED, ""), *LEARNED_FORMS)
+    return (Run(form, seed, setting, trained=trained) for seed in FORM_SEEDS for form, trained in forms)
+
+
+def chosen_form(setting: str, losses: Losses) -> Run | None:
+    """The form with the lowest mean, if that is not ``high:learned`` itself; None while a run is missing."""
+    best = _best_group(form_runs(setting), losses)
+    return None if best is None or (best.form, best.trained) == (LEARNED, "") else best
+
+
+def confirming_runs(best: Run, seed: int) -> Iterator[Run]:
+    """Plain attention, ``high:learned`` and the chosen form, on a seed that no choice has seen."""
+    yield from (Run(form, seed, best.setting) for form in (ORIGINAL, LEARNED))
+    yield replace(best, seed=seed)
 
 
 def compared_runs(seed: int, setting: str, further: Iterable[int] = ()) -> Iterator[Run]:
@@ -171,13 +240,17 @@ def tuning_runs() -> Iterator[Run]:
     yield from setting_runs()
     for setting in SETTINGS:
         yield from rate_runs(setting)
+        yield from penalty_runs(setting)
+        yield from form_runs(setting)
 
 
 def is_tuned(losses: Losses) -> bool:
     """Whether all choices are made, so that ``planned_runs`` gives every run."""
     setting = chosen_setting(losses)
-    needed = setting_runs() if setting is None else rate_runs(setting)
-    return all(run in losses for run in needed)
+    if setting is None:
+        return all(run in losses for run in setting_runs())
+    choices = (*rate_runs(setting), *penalty_runs(setting), *form_runs(setting))
+    return all(run in losses for run in choices)
 
 
 def setting_runs() -> Iterator[Run]:
@@ -224,3 +297,9 @@ def _pairs(
     seeds: Iterable[int], setting: str, size: str = "mini", rate: float | None = None, corpus: str = MIXTURE
 ) -> Iterator[Run]:
     return (Run(form, seed, setting, size, rate, corpus) for seed in seeds for form in (ORIGINAL, LEARNED))
+
+
+def _as_words(text: str) -> str:
+    for character in ":,+=":
+        text = text.replace(character, "-")
+    return text

@@ -17,13 +17,18 @@ LATER = time.time() + 100_000
 FORMS = ("original", "learned")
 
 
-def losses_with(best_setting: str, best_rate: float | None = None) -> dict[Any, float | None]:
-    """As if tuning had chosen these."""
+def losses_with(
+    best_setting: str, best_rate: float | None = None, best_form: str = ""
+) -> dict[Any, float | None]:
+    """As if tuning had chosen these, of each penalty the middle weight, and how the best form was trained."""
     losses: dict[Any, float | None] = {
         run: 3.0 if run.setting == best_setting else 3.1 for run in plan.setting_runs()
     }
     if best_rate is not None:
         losses |= {run: 3.0 if run.rate == best_rate else 3.1 for run in plan.rate_runs(best_setting)}
+        middle = [weights[1] for weights in plan.PENALTIES.values()]
+        losses |= {run: 3.0 if run.penalty in middle else 3.1 for run in plan.penalty_runs(best_setting)}
+        losses |= {run: 3.0 if run.trained == best_form else 3.1 for run in plan.form_runs(best_setting)}
     return losses
 
 
@@ -36,5 +41,5 @@ def times_of(setting: str, *, learned: float = 1.0, key_bias: float = 1.0) -> St
 
 
 MUON_TIMES = times_of("muon-falling", learned=1.031, key_bias=1.012)
-RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3), MUON_TIMES)}
+RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3, plan.LATER), MUON_TIMES)}
 AS_BEFORE = {run.name: run for run in plan.planned_runs(losses_with(plan.RECORDED, 2.8e-3))}

@@ -15,6 +15,8 @@ from saobp.lab.arena_records import method_of, settings_of
 from saobp.refinement import Refinement
 from saobp.testing.scripts import ROOT
 
+ENDS = ("learned-31", "longer-51", "0.001-51", "later-42", "faster-42", "learned-message-gate-42")
+
 
 def test_the_plan_names_settings_methods_and_seeds() -> None:
     seven = (ROOT / "results" / "arena" / "plan.md").read_text().split("# Round seven")[1]
@@ -27,7 +29,12 @@ def test_the_plan_names_settings_methods_and_seeds() -> None:
         assert str(Refinement.of(form)) == form
     for form in plan.AT_EQUAL_TIME:
         assert f"`{form}` less Original trained for longer" in seven
-    for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS, plan.RIVAL_SEEDS):
+    for form, trained in plan.LEARNED_FORMS:
+        assert f"`{form}`" in seven
+        assert not trained or trained in plan.TRAINED
+    for weights in plan.PENALTIES.values():
+        assert ", ".join(f"{float(one.rpartition('=')[2]):g}" for one in weights) in seven
+    for seeds in (plan.MANY_SEEDS, plan.PAIR_SEEDS, plan.RIVAL_SEEDS, plan.CONFIRMING_SEEDS):
         assert f"{seeds[0]} to {seeds[-1]}" in seven
 
 
@@ -46,9 +53,32 @@ def test_runs_come_in_the_order_of_the_plan_and_the_comparison_has_seeds_of_its_
     assert rest[8:10] == [f"modernbert-small-muon-falling-rate-0.002-{form}-31" for form in FORMS]
     assert rest[18:20] == [f"modernbert-mini-muon-falling-books-{form}-31" for form in FORMS]
     assert rest[28] == "modernbert-medium-muon-falling-rate-0.0014-original-31"
-    assert rest[32:] == [
-        f"modernbert-mini-muon-falling-{rival}-{seed}" for seed in range(51, 59) for rival in plan.RIVALS
+    rivals, penalties, chosen, forms, confirmed = (
+        rest[32:62],
+        rest[62:68],
+        rest[68:78],
+        rest[78:99],
+        rest[99:],
+    )
+    assert rivals == [
+        f"modernbert-mini-muon-falling-{rival}-{seed}" for seed in range(51, 56) for rival in plan.RIVALS
     ]
+    assert penalties[::5] == [
+        "modernbert-mini-muon-falling-entropy-weight-0.0001-42",
+        "modernbert-mini-muon-falling-eigen-weight-0.1-42",
+    ]
+    assert chosen[:2] == [
+        "modernbert-mini-muon-falling-entropy-weight-0.001-51",
+        "modernbert-mini-muon-falling-eigen-weight-0.01-51",
+    ]
+    assert forms[4:7] == [
+        "modernbert-mini-muon-falling-learned-steps-2-later-steps-42",
+        "modernbert-mini-muon-falling-learned-later-42",
+        "modernbert-mini-muon-falling-learned-faster-42",
+    ]
+    new = [f"modernbert-mini-muon-falling-{form}-61" for form in ("original", "learned", "learned-later")]
+    assert confirmed[:3] == new
+    assert len(confirmed) == 24
 
 
 @pytest.mark.parametrize(
@@ -97,6 +127,19 @@ def test_what_waits_for_a_choice_is_not_planned_before_it() -> None:
     assert plan.is_tuned(losses_with("muon-falling-half", 1e-3))
 
 
+def test_the_best_form_is_confirmed_unless_it_is_the_usual_one() -> None:
+    usual = losses_with("muon-falling", 1e-3)
+    assert {run.form for run in plan.form_runs("muon-falling") if usual[run] == 3.0} > {plan.LEARNED}
+    assert plan.chosen_form("muon-falling", usual) is None
+    assert not [run for run in plan.planned_runs(usual) if run.seed in plan.CONFIRMING_SEEDS]
+    faster = plan.chosen_form("muon-falling", losses_with("muon-falling", 1e-3, plan.FASTER))
+    assert (faster.form, faster.trained) == (plan.LEARNED, plan.FASTER)
+    missing = losses_with("muon-falling", 1e-3, plan.FASTER)
+    del missing[next(run for run in missing if run.trained == plan.LATER)]
+    assert plan.chosen_form("muon-falling", missing) is None
+    assert plan.chosen_weights("muon-falling", losses_with("muon-falling")) == []
+
+
 @pytest.mark.parametrize("form", [*plan.COMPARED, *plan.BESIDE_QK_NORM])
 def test_at_the_recipe_of_before_runs_may_be_pooled_with_recorded_ones(form: str) -> None:
     """Of the same recipe but for the seed."""
@@ -113,9 +156,7 @@ def test_recorded_runs_of_the_first_setting_have_its_names_and_recipe() -> None:
         assert len(settings_of([recorded[run.name], {**recorded[run.name], "recipe": recipe}])) == 1
 
 
-@pytest.mark.parametrize(
-    "name", [*list(RUNS)[:27:3], *(name for name in RUNS if name.endswith(("learned-31", "longer-51")))]
-)
+@pytest.mark.parametrize("name", [*list(RUNS)[:27:3], *(name for name in RUNS if name.endswith(ENDS))])
 def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
     done = CliRunner().invoke(app, [*RUNS[name].command[1:], "--dry-run"])
     assert done.exit_code == 0, done.output
@@ -126,7 +167,8 @@ def test_a_record_names_the_command_that_makes_the_run_again(name: str) -> None:
 def test_every_run_has_as_many_tokens_and_numbers_per_head_learn_at_one_rate(name: str) -> None:
     recipe = RUNS[name].recipe
     assert recipe.tokens == 98_304_000 * (100 + RUNS[name].longer) // 100
-    assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01)
+    times = 4 if RUNS[name].trained == plan.FASTER else 1
+    assert recipe.learning_rate * recipe.strength_rate == pytest.approx(0.01 * times)
     assert recipe.size == name.split("-")[1]
 
 

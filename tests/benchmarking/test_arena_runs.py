@@ -316,7 +316,7 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
 
     def small(run: Any) -> Any:
         made = full(run)
-        names = ("learning_rate", "optimizer", "refinement", "seed")
+        names = ("learning_rate", "optimizer", "refinement", "regularizer", "strength_delay", "seed")
         shared = {name: getattr(made, name) for name in names}
         return small_recipe(**shared, family="modernbert", health_texts=0, steps=4, corpus=str(text))
 
@@ -333,6 +333,10 @@ def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
         "MEDIUM_SEEDS": (),
         "RIVALS": ("gate", "sinkhorn-3"),
         "RIVAL_SEEDS": (51,),
+        "PENALTIES": {"entropy": ("entropy,weight=1",)},
+        "LEARNED_FORMS": (("high:learned", plan.LATER),),
+        "FORM_SEEDS": (42,),
+        "CONFIRMING_SEEDS": (),
     }.items():
         monkeypatch.setattr(plan, name, value)
     return tokens, tmp_path / "out"
@@ -344,7 +348,7 @@ def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Pa
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert sum(", loss " in line for line in lines) == 12
+    assert sum(", loss " in line for line in lines) == 16
     losses = runs.Queue(out, LATER).tuned()
     setting = plan.chosen_setting(losses)
     assert setting is not None
