@@ -6,9 +6,10 @@
 Each of the processes claims one run after another, in the order of ``arena_plan.py``. ``log.txt`` gets a line
 for each run. A setting is chosen by the rules there once all runs of its tuning have ended; processes that
 have nothing to make wait for it. A second call continues after a kill, and a run that an error of CUDA has
-ended goes on once from its last checkpoint: another process on the GPU may have caused it. A full disk, or a
-folder in which a run cannot go on, stops a process and counts against no run. TOKENS holds the stores of
-BERT's tokens. ``--pack`` puts all records, without models, into one file, also while runs are made.
+ended goes on from its last checkpoint, since another process on the GPU may have caused it; it has failed
+when that happens for the third time at the same step. A full disk, or a folder in which a run cannot go on,
+stops a process and counts against no run. TOKENS holds the stores of BERT's tokens. ``--pack`` puts all
+records, without models, into one file, also while runs are made.
 On another machine or day ``--made results/arena/runs.json`` counts the runs recorded there as made, as does a
 pack unpacked in an empty OUT. Runs at equal time are made only with ``--times FILE``, which
 ``time_of_methods.py`` has written on this GPU at the chosen setting.
@@ -19,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import subprocess
 import sys
-import tarfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -31,15 +30,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from arena_pack import FAILED, pack
 from arena_plan import (
     AT_EQUAL_TIME,
     Losses,
     Run,
+    chosen_form,
     chosen_rate,
     chosen_setting,
+    chosen_weights,
     fits,
+    form_runs,
     is_tuned,
+    penalty_runs,
     planned_runs,
+    rate_runs,
     setting_runs,
     tuning_runs,
 )
@@ -48,24 +53,23 @@ from filelock import BaseFileLock
 from saobp.lab.arena_records import saved_records
 from saobp.lab.step_times import StepTimes
 from saobp.runs.folder import RunError, RunFolder
-from saobp.runs.layout import CHECKPOINTS, MODEL, RESULT
-from saobp.runs.layout import LOCK as LOCK_OF_RUN
+from saobp.runs.layout import RESULT
 from saobp.runs.worker_processes import JOBS_VARIABLE, WATCH_VARIABLE, end_with_parent
-from saobp.storage.atomic import unfinished, write_atomically
-from saobp.storage.json_files import append_line, keep_lines_up_to, read_object
+from saobp.storage.atomic import write_atomically
+from saobp.storage.json_files import append_line, keep_lines_up_to, read_lines, read_object
 from saobp.storage.locks import exclusive, try_lock
 
 LOCK = "lock"
 LEAST_SHARE = 0.4
 """A run that has the GPU for itself takes at least this share of a typical run's time."""
-LOST, FAILED = "lost", "failed"
-"""In a claim: an error of CUDA has ended the run once; it has failed for good."""
+LOST = "lost"
+"""In a claim: the steps at which an error of CUDA has ended the run."""
+MOST_LOSSES = 2
+"""So often a run may be lost at one step: errors that others cause meet it at different ones."""
 OF_CUDA = ("CUDA", "cuDNN")
 """In messages of PyTorch and Triton: errors of the GPU and of its memory, which others share."""
 NO_ROOM = "No space left on device"
 """In messages of a compiler whose cache is on a full disk."""
-BLIMP_ITEMS = "blimp.csv"
-"""Likelihoods of all sentences, several megabytes a run, where ``arena_tasks.py`` has evaluated BLiMP."""
 
 
 class Queue:
@@ -92,6 +96,8 @@ class Queue:
         self.out, self.ends, self.typical, self.jobs, self.made = out, ends, typical, jobs, made
         self.times = times
         self.held: dict[str, BaseFileLock] = {}
+        self.reached = 0
+        """The last step of the run that this process makes."""
 
     def planned(self) -> list[Run]:
         """All runs in order; those at a chosen setting only once it is chosen."""
@@ -115,6 +121,16 @@ class Queue:
     def is_done(self, run: Run) -> bool:
         ended = (self.folder(run) / RESULT, self.claim_of(run) / FAILED)
         return run.name in self.made or any(path.exists() for path in ended)
+
+    def end(self, run: Run, problem: Exception, *, by_cuda: bool) -> str:
+        """Write down that an error has ended a run; tells whether it is lost or has failed."""
+        lost, words = self.claim_of(run) / LOST, repr(problem)[:500]
+        before = [one["step"] for one in read_lines(lost)]
+        if by_cuda and before.count(self.reached) < MOST_LOSSES:
+            append_line(lost, {"step": self.reached, "problem": words})
+            return LOST
+        write_atomically(self.claim_of(run) / FAILED, words)
+        return FAILED
 
     def is_running(self, run: Run) -> bool:
         """Whether a living process makes the run."""
@@ -257,26 +273,6 @@ def recorded_losses(file: Path) -> dict[str, float | None]:
     }
 
 
-def pack(out: Path, file: Path) -> None:
-    """Write the records of all runs, without models and BLiMP's items, as folders in a compressed archive.
-
-    Files that are replaced or removed meanwhile are left out. A pack that is there stays until the new one
-    is whole.
-    """
-    paths = [path for path in sorted(out.iterdir()) if path.suffix in (".json", ".txt", ".log")]
-    for folder, inner, names in os.walk(out / "runs"):
-        inner[:] = [name for name in inner if name not in (MODEL, CHECKPOINTS)]
-        paths += [Path(folder, name) for name in names if name not in (LOCK_OF_RUN, BLIMP_ITEMS)]
-    paths += out.glob(f"claims/*/{FAILED}")  # so that a choice made without a failed run stays as it is
-    with tarfile.open(unfinished(file), "w:xz") as archive:
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):
-                entry, content = archive.gettarinfo(path, str(path.relative_to(out))), path.read_bytes()
-                entry.size = len(content)  # runs may write meanwhile
-                archive.addfile(entry, io.BytesIO(content))
-    unfinished(file).replace(file)
-
-
 def work(queue: Queue, tokens: str) -> None:
     """Train one claimed run after another in this process."""
     from saobp.training.compiled_step import free_memory
@@ -301,10 +297,8 @@ def work(queue: Queue, tokens: str) -> None:
                 note(queue.out, f"stopped at {run.name}: {problem!r}"[:300])
                 sys.exit("mend that, then call again: the run goes on")  # it would be the next run's end too
             by_cuda = isinstance(problem, RuntimeError) and any(word in str(problem) for word in OF_CUDA)
-            is_first = not (queue.claim_of(run) / LOST).exists()
-            outcome = LOST if by_cuda and is_first else FAILED
-            write_atomically(queue.claim_of(run) / outcome, repr(problem)[:500])
-            note(queue.out, f"{outcome} {run.name}: {problem!r}"[:300])
+            outcome = queue.end(run, problem, by_cuda=by_cuda)
+            note(queue.out, f"{outcome} {run.name} after step {queue.reached}: {problem!r}"[:300])
         note_choice(queue, run)
         if by_cuda:  # which stays with the process, and with it the lock
             watched = {**os.environ, WATCH_VARIABLE: "1"}
@@ -321,15 +315,18 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
     from saobp.training.pretrain import pretrain
     from saobp.transformers.layer_refinement import named_strengths
 
-    numbers = queue.claim_of(run) / "numbers.jsonl"
+    numbers = queue.folder(run) / "numbers.jsonl"
+    queue.reached = 0
 
     class Numbers(TrainerCallback):
-        """Writes strengths, temperatures and the like every 50 steps."""
+        """Writes strengths, temperatures and the like every 50 steps, and how far the run is."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            queue.reached = state.global_step
             keep_lines_up_to(numbers, state.global_step)  # a continued run makes later steps again
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+            queue.reached = state.global_step
             if state.global_step % 50 == 0:
                 own = {name: one.detach().float().tolist() for name, one in named_strengths(model).items()}
                 if own:
@@ -352,8 +349,6 @@ def train(run: Run, queue: Queue, tokens: str) -> float:
         )
     finally:
         sys.argv = before
-    if numbers.exists():
-        write_atomically(queue.folder(run) / numbers.name, numbers.read_text())
     assert result.eval_loss is not None
     return result.eval_loss
 
@@ -362,13 +357,21 @@ def note_choice(queue: Queue, run: Run) -> None:
     """A line in the log if this run was the last one on which a choice waited."""
     losses = queue.tuned()
     setting = chosen_setting(losses)
-    rate = None if setting is None else chosen_rate(setting, losses)
-    if setting is not None and run in setting_runs():
+    if setting is None:
+        return
+    if run in setting_runs():
         note(queue.out, f"chosen setting: {setting}")
         if queue.times is not None and not fits(queue.times, setting):
             note(queue.out, f"{queue.times.file} is of another recipe: runs at equal time wait for its times")
-    elif rate is not None and run in tuning_runs():
+    rate, weights, form = (choice(setting, losses) for choice in (chosen_rate, chosen_weights, chosen_form))
+    if rate is not None and run in rate_runs(setting):
         note(queue.out, f"chosen rate of small: {rate:g}")
+    if weights and run in penalty_runs(setting):
+        note(queue.out, f"chosen penalties: {'; '.join(weights)}")
+    if run in form_runs(setting) and all(one in losses for one in form_runs(setting)):
+        note(
+            queue.out, f"chosen form: {'as usual' if form is None else f'{form.form} {form.trained}'.strip()}"
+        )
 
 
 def note(out: Path, words: str) -> None:

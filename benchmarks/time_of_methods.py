@@ -4,8 +4,9 @@
 
 Each method is a run of ``saobp pretrain`` (compiled, captured, with its optimiser and its data) in a process
 of its own. All compile side by side; then one process at a time trains a block of steps while the others
-wait, round by round, so that a drift of the machine meets every method. ``saobp arena`` reads the file if it
-lies beside its page.
+wait, round by round, so that a drift of the machine meets every method. A method whose step has gone on
+uncompiled or without its graph is named, left out of the file, and makes the exit code 1. ``saobp arena``
+reads the file if it lies beside its page.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from saobp.training.recipes import PretrainRecipe, named_recipe, parse_override
 
 FIRST = 70
 """Step after which the first block begins: compiled, captured and warm."""
+NOTE = "note: "
+"""Begins what a process says in place of its times."""
 
 
 def main() -> None:
@@ -85,53 +88,73 @@ def measure(given: argparse.Namespace) -> None:
         )
         for method in given.methods
     }
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {method: [] for method in given.methods}
+    left_out: dict[str, str] = {}
+
+    def leave_out(method: str, reason: object) -> None:
+        children[method].kill()  # what still compiles would disturb the others
+        del seconds[method]
+        left_out[method] = str(reason)
+        print(f"{method} is left out: {reason}", flush=True)
+
     try:
         ends = time.monotonic() + given.patience
-        ready = {method: child for method, child in children.items() if is_ready(child, ends)}
-        for method in children.keys() - ready.keys():
-            children[method].kill()  # what still compiles would disturb the others
-        print("ready:", *ready, flush=True)
-        if not ready:
-            sys.exit("no method could be trained: the errors are above")
+        for method, child in children.items():
+            try:
+                wait_until_ready(child, ends)
+            except LeftOutError as reason:
+                leave_out(method, reason)
+        print("ready:", *seconds, flush=True)
         for number in range(given.rounds):
-            for method, child in list(ready.items()):
-                measured = block(child)
-                if measured is None:
-                    print(f"{method} has ended in round {number + 1}", flush=True)
-                    del ready[method]
-                else:
-                    seconds.setdefault(method, []).append(measured)
-            write(given, seconds)
+            for method in list(seconds):
+                try:
+                    seconds[method].append(block(children[method]))
+                except LeftOutError as reason:
+                    leave_out(method, reason)
+            if number or seconds:
+                write(given, seconds)
+            if not seconds:
+                sys.exit("no method is left: the reasons are above")
             print(f"round {number + 1}", {m: f"{1e3 * s[-1]:.3f} ms" for m, s in seconds.items()}, flush=True)
     finally:
         for child in children.values():
             child.kill()
+    if left_out:
+        sys.exit(f"{given.out} lacks {', '.join(left_out)}: the reasons are above")
 
 
-def is_ready(child: subprocess.Popen[str], ends: float) -> bool:
-    """Whether a process has compiled by then (of ``time.monotonic``); a later one is left out."""
+class LeftOutError(Exception):
+    """A method has no times, or none that count, with the reason."""
+
+
+def wait_until_ready(child: subprocess.Popen[str], ends: float) -> None:
+    """Wait until a process has compiled, but not longer than until then (of ``time.monotonic``)."""
     found, _, _ = select.select([child.stdout], [], [], max(0.0, ends - time.monotonic()))
-    return bool(found) and answer(child) == "ready"
+    if not found:
+        raise LeftOutError("it has not compiled in time, see --patience")
+    answer(child)
 
 
-def block(child: subprocess.Popen[str]) -> float | None:
-    """Let a process train a block: mean seconds of its steps, None if the process has ended."""
+def block(child: subprocess.Popen[str]) -> float:
+    """Let a process train a block: mean seconds of its steps."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write("go\n")
         child.stdin.flush()
-        seconds = answer(child)
-        if seconds:
-            answer(child)  # ready for the next block, or done
-            return float(seconds)
-    return None
+    seconds = answer(child)
+    answer(child)  # ready for the next block, or done
+    return float(seconds)
 
 
 def answer(child: subprocess.Popen[str]) -> str:
-    """The next line of a process, empty at its end."""
+    """The next line of a process."""
     assert child.stdout is not None
-    return child.stdout.readline().strip()
+    line = child.stdout.readline().strip()
+    if not line:
+        raise LeftOutError("its process has ended, the error is above")
+    if line.startswith(NOTE):
+        raise LeftOutError(line.removeprefix(NOTE))
+    return line
 
 
 def write(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
@@ -183,11 +206,20 @@ def blocks(first: int, steps: int, count: int) -> list[tuple[int, int]]:
 
 
 class Turns(TrainerCallback):
-    """Waits for a line on stdin before each block, and ``say``s the mean seconds of its steps after it."""
+    """Waits for a line on stdin before each block, and ``say``s the mean seconds of its steps after it.
+
+    A note of training that the step has lost its graph or its compiler is said instead, and ends the process.
+    """
 
     def __init__(self, planned: Sequence[tuple[int, int]], say: Callable[[object], None]) -> None:
         self.begins, self.ends = ([block[end] for block in planned] for end in (0, 1))
         self.say, self.began, self.steps = say, 0.0, planned[0][1] - planned[0][0]
+
+    def notify(self, words: str) -> None:
+        if "cannot be compared" not in words:  # where the captured step stays in use
+            self.say(f"{NOTE}{words}")
+            sys.exit(1)
+        print(words, file=sys.stderr, flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.global_step in self.ends:
@@ -216,10 +248,13 @@ def train(given: argparse.Namespace) -> None:
     texts = data_of(recipe, given.tokens, vocabulary=given.vocabulary)
     planned = blocks(given.first, given.steps, given.rounds)
 
-    def say(word: object) -> None:
-        print(word, flush=True)
+    lines = sys.stdout
 
-    with tempfile.TemporaryDirectory() as folder:
+    def say(word: object) -> None:
+        print(word, file=lines, flush=True)
+
+    turns = Turns(planned, say)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         pretrain(
             recipe,
             Path(folder) / "run",
@@ -227,8 +262,8 @@ def train(given: argparse.Namespace) -> None:
             validation=None,
             tokenizer=texts.tokenizer,
             progress=False,
-            callbacks=[Turns(planned, say)],
-            notify=lambda words: print(words, file=sys.stderr, flush=True),
+            callbacks=[turns],
+            notify=turns.notify,
         )
 
 

@@ -43,3 +43,15 @@ def times_of(setting: str, *, learned: float = 1.0, key_bias: float = 1.0) -> St
 MUON_TIMES = times_of("muon-falling", learned=1.031, key_bias=1.012)
 RUNS = {run.name: run for run in plan.planned_runs(losses_with("muon-falling", 2e-3, plan.LATER), MUON_TIMES)}
 AS_BEFORE = {run.name: run for run in plan.planned_runs(losses_with(plan.RECORDED, 2.8e-3))}
+
+
+def finish(queue: Any, run: Any, loss: float) -> None:
+    folder = queue.folder(run)
+    folder.mkdir(parents=True)
+    recipe = {"kind": "pretrain", **run.recipe.to_dict()}
+    for name, content in (
+        ("recipe", recipe),
+        ("record", {"status": "finished"}),
+        ("result", {"eval_loss": loss}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content))

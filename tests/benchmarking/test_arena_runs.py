@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_runs import FORMS, LATER, MUON_TIMES, RECORDS, plan, runs
+from planned_runs import FORMS, LATER, MUON_TIMES, RECORDS, finish, plan, runs
 from transformers.trainer_callback import CallbackHandler
 from typer.testing import CliRunner
 
 from saobp.cli import app
 from saobp.runs.folder import RunError
 from saobp.testing.scripts import ROOT
-from saobp.testing.tiny_training import prose, small_recipe
-
-
-def finish(queue: Any, run: Any, loss: float) -> None:
-    folder = queue.folder(run)
-    folder.mkdir(parents=True)
-    recipe = {"kind": "pretrain", **run.recipe.to_dict()}
-    for name, content in (
-        ("recipe", recipe),
-        ("record", {"status": "finished"}),
-        ("result", {"eval_loss": loss}),
-    ):
-        (folder / f"{name}.json").write_text(json.dumps(content))
 
 
 def test_processes_share_the_runs_and_those_of_the_choice_follow_it(tmp_path: Path) -> None:
@@ -41,12 +28,14 @@ def test_processes_share_the_runs_and_those_of_the_choice_follow_it(tmp_path: Pa
     for run in tuning:
         finish(queue, run, 3.0 if run.setting == "muon-falling" else 3.1)
     assert other.claim() == plan.Run("none", 51, "muon-falling")
+    tuned = set(plan.tuning_runs())
     while (run := queue.claim()) is not None:
         if run.size == "small" and run.rate == 2e-3:
             finish(queue, run, 3.0)
-        elif run.size == "small":
+        elif run.size == "small" or run in tuned:
             finish(queue, run, 3.1)
     assert plan.Run("none", 35, "muon-falling", "small", 2e-3).name in queue.held
+    assert plan.Run("none", 55, "muon-falling", penalty="eigen,weight=0.001").name in queue.held
     assert queue.is_empty()
 
 
@@ -78,7 +67,7 @@ def test_a_second_call_goes_on_where_a_killed_one_was(tmp_path: Path) -> None:
         "CUDA out of memory. Tried to allocate 20.00 MiB.",
     ],
 )
-def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
+def test_a_run_that_an_error_of_cuda_has_ended_goes_on_from_its_checkpoint(
     words: str, miniature: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, out = miniature
@@ -97,19 +86,57 @@ def test_an_error_of_cuda_ends_a_run_once_and_it_goes_on_from_its_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(runs.os, "execve", new_process)
         patched.setattr(CallbackHandler, "on_step_end", fault)
+        ended = runs.Queue(out, LATER)
         with pytest.raises(InterruptedError):
-            runs.work(runs.Queue(out, LATER), str(tokens))
-    assert (
-        (out / "log.txt").read_text().splitlines()[0].split(" ", 1)[1].startswith(f"lost {first.name}: Run")
-    )
+            runs.work(ended, str(tokens))
+        ended.held.clear()
+    (line,) = (out / "log.txt").read_text().splitlines()
+    assert f" lost {first.name} after step 2: RuntimeError(" in line
     queue = runs.Queue(out, LATER)
     assert queue.claim() == first
-    numbers = queue.claim_of(first) / "numbers.jsonl"
+    numbers = queue.folder(first) / "numbers.jsonl"
     numbers.write_text('{"step": 1}\n{"step": 3}\n{"step": ')  # as a kill may leave them
     assert runs.train(first, queue, str(tokens)) == whole
-    assert (queue.folder(first) / numbers.name).read_text() == '{"step": 1}\n'
+    assert numbers.read_text() == '{"step": 1}\n'
     steps = [json.loads(line) for line in (queue.folder(first) / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in steps if "loss" in one] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("steps", "outcome"),
+    [
+        ([700, 0, 700, 1900, 0], runs.LOST),  # wherever another process ends
+        ([700, 0, 700, 1900, 700], runs.FAILED),
+        ([0, 0, 0], runs.FAILED),
+    ],
+)
+def test_a_run_has_failed_when_it_is_lost_at_one_step_for_the_third_time(
+    steps: list[int], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(plan.setting_runs())
+
+    left = iter(steps)
+
+    def fault(_: Any, queue: Any, __: str) -> float:
+        queue.reached = next(left)
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def new_process(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(runs, "has_gpu", lambda _: True)
+    monkeypatch.setattr(runs, "train", fault)
+    monkeypatch.setattr(runs.os, "execve", new_process)
+    for _ in steps:
+        queue = runs.Queue(tmp_path, LATER)
+        assert not queue.is_done(first)
+        with pytest.raises(InterruptedError):
+            runs.work(queue, "tokens")
+    assert queue.is_done(first) is (outcome == runs.FAILED)
+    words = [line.split()[1:] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert [one[:4] for one in words] == [
+        [one, first.name, "after", "step"] for one in [runs.LOST] * (len(steps) - 1) + [outcome]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -274,91 +301,29 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.Monke
     assert done == ["watched", "worked"]
 
 
-def test_a_pack_stays_until_the_next_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, file = tmp_path / "out", tmp_path / "pack.tar.xz"
-    (out / "runs" / "one").mkdir(parents=True)
-    log = out / "runs" / "one" / "metrics.jsonl"
-    log.write_text("first\n")
-    runs.pack(out, file)
-    before, read = file.read_bytes(), Path.read_bytes
-
-    def killed(_: Path) -> bytes:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "read_bytes", killed)
-    with pytest.raises(KeyboardInterrupt):
-        runs.pack(out, file)
-    assert read(file) == before
-
-    def shortened(path: Path) -> bytes:  # after its size was taken
-        path.write_text("new\n")
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", shortened)
-    runs.pack(out, file)
-    monkeypatch.undo()
-    with tarfile.open(file) as archive:
-        (content,) = (archive.extractfile(entry) for entry in archive)
-        assert content is not None
-        assert content.read() == b"new\n"
-
-
-@pytest.fixture
-def miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Tokens and output folder of a queue whose runs take a second: small models, few seeds."""
-    text = tmp_path / "text.txt"
-    text.write_text(prose(400))
-    tokens = tmp_path / "tokens"
-    options = ["--tokenizer", "train:60", "--out", str(tokens), "--processes", "1"]
-    assert CliRunner().invoke(app, ["tokenize", str(text), *options]).exit_code == 0
-    (tokens / "tokenizer-bert-60").rename(tokens / "tokenizer-bert")
-    full = plan.Run.recipe.fget
-
-    def small(run: Any) -> Any:
-        made = full(run)
-        names = ("learning_rate", "optimizer", "refinement", "regularizer", "strength_delay", "seed")
-        shared = {name: getattr(made, name) for name in names}
-        return small_recipe(**shared, family="modernbert", health_texts=0, steps=4, corpus=str(text))
-
-    monkeypatch.setattr(plan.Run, "recipe", property(small))
-    for name, value in {
-        "SETTINGS": {"adamw": {}, "muon": {"optimizer": "muon"}},
-        "SETTING_SEEDS": (42,),
-        "SMALL_RATES": (2e-3, 1e-3),
-        "RATE_SEEDS": (42,),
-        "MANY_SEEDS": (51,),
-        "COMPARED": ("none",),
-        "BESIDE_QK_NORM": ("high:learned+qk-norm",),
-        "PAIR_SEEDS": (31,),
-        "MEDIUM_SEEDS": (),
-        "RIVALS": ("gate", "sinkhorn-3"),
-        "RIVAL_SEEDS": (51,),
-        "PENALTIES": {"entropy": ("entropy,weight=1",)},
-        "LEARNED_FORMS": (("high:learned", plan.LATER),),
-        "FORM_SEEDS": (42,),
-        "CONFIRMING_SEEDS": (),
-    }.items():
-        monkeypatch.setattr(plan, name, value)
-    return tokens, tmp_path / "out"
-
-
 def test_the_whole_queue_in_miniature(miniature: tuple[Path, Path], tmp_path: Path) -> None:
     tokens, out = miniature
     for name in ("runs", "claims"):
         (out / name).mkdir(parents=True)
     runs.work(runs.Queue(out, LATER), str(tokens))
     lines = (out / "log.txt").read_text().splitlines()
-    assert sum(", loss " in line for line in lines) == 16
     losses = runs.Queue(out, LATER).tuned()
     setting = plan.chosen_setting(losses)
     assert setting is not None
     rate = plan.chosen_rate(setting, losses)
     chosen = [line.partition(" chosen ")[2] for line in lines if ", loss " not in line]
-    assert chosen == [f"setting: {setting}", f"rate of small: {rate}"]
+    form = plan.chosen_form(setting, losses)
+    assert sum(", loss " in line for line in lines) == 16 + (0 if form is None else 3)
+    assert chosen == [
+        f"setting: {setting}",
+        f"rate of small: {rate}",
+        "penalties: entropy,weight=1",
+        f"form: {'as usual' if form is None else 'high:learned later'}",
+    ]
     small, books = f"small-{setting}-rate-{rate}", f"mini-{setting}-books"
-    names = [f"modernbert-{one}-{form}-31" for one in (small, books) for form in FORMS]
+    names = [f"modernbert-{one}-{method}-31" for one in (small, books) for method in FORMS]
     compared = ("original", "learned-qk-norm", "gate", "sinkhorn-3")
-    names += [f"modernbert-mini-{setting}-{form}-51" for form in compared]
+    names += [f"modernbert-mini-{setting}-{method}-51" for method in compared]
     assert all((out / "runs" / name / "model").is_dir() for name in names)
     failed = next((out / "claims").iterdir()) / runs.FAILED
     failed.touch()

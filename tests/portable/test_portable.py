@@ -23,6 +23,7 @@ from transformers import (
 
 import saobp
 from saobp.portable.code import CODE, FAMILIES
+from saobp.storage.manifest import check_manifest, write_manifest
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.testing.tiny_training import small_tokenizer
 from saobp.transformers import strength_parameters
@@ -296,8 +297,40 @@ def test_a_model_of_which_a_part_is_refined_is_refused(portable, tmp_path):
     assert saobp.load(tmp_path / "part").config.saobp["strength"] == 0.5
 
 
-def test_a_folder_that_exists_is_left_as_it_is(tmp_path):
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_second_save_replaces_the_model_and_leaves_other_files(portable, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="exists already"):
-        saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path, portable=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+    saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path, portable=portable)
+    write_manifest(tmp_path)
+    saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path, portable=portable)
+    assert saobp.load(tmp_path).config.saobp["strength"] == 0.25
+    assert "`high:0.25`" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    check_manifest(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_readme_that_somebody_wrote_or_edited_stays(tmp_path):
+    model = refined(tiny_model("bert"), "high:0.5")
+    card = saobp.save(model, tmp_path / "model") / "README.md"
+    card.write_text(card.read_text().replace("# model", "# My model"))
+    with pytest.warns(UserWarning, match=r"so it stays, and the new model card is README-new\.md"):
+        saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path / "model")
+    assert "# My model" in card.read_text()
+    assert "`high:0.25`" in card.with_name("README-new.md").read_text()
+
+
+def test_a_save_that_fails_leaves_the_earlier_model_whole(tmp_path, monkeypatch):
+    folder = saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("saobp.portable.save.finish_folder", full)
+    with pytest.raises(OSError, match="No space left"):
+        saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="is a file: name a folder"):
+        saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path / "file")

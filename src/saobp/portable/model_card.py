@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,19 @@ FACTORS = {
     "low": "attractive: rows are drawn to keys that other rows attend to",
     "elemmul": "rows attend to tokens whose rows resemble theirs",
 }
+
+
+SIGNATURE = "\n<!-- saobp wrote the text above: "
+"""A comment at the end of a card, with a checksum by which an edited one is known."""
+
+
+def signed(card: str) -> str:
+    return f"{card}{SIGNATURE}{hashlib.sha256(card.encode()).hexdigest()} -->\n"
+
+
+def is_untouched(text: str) -> bool:
+    """Whether a text is a signed card that nobody has edited."""
+    return text == signed(text.partition(SIGNATURE)[0])
 
 
 def card_for(

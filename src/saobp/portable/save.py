@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
@@ -11,12 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from saobp.portable.code import add_code, check_portable, refinement_of, weights_of
-from saobp.portable.model_card import card_for
+from saobp.portable.model_card import card_for, is_untouched, signed
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
-from saobp.storage.atomic import replacing
-from saobp.storage.manifest import CARD
+from saobp.storage.atomic import adding_to, replacing
+from saobp.storage.manifest import CARD, MANIFEST, write_manifest
 from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
+
+NEW_CARD = "README-new.md"
+"""The card where the folder has another README.md, which stays."""
 
 
 def save(
@@ -28,8 +32,11 @@ def save(
     run: str | PathLike[str] | None = None,
     results: Sequence[CardResult] = (),
 ) -> Path:
-    """Save a refined model to a new folder, with a model card.
+    """Save a refined model to a folder, with a model card.
 
+    A folder that exists gets the new files in place of those of the same names, once all are written; others
+    stay, and so does a ``README.md`` that is no card as written here. So a call before a long training tells
+    whether the trained model can be saved.
     portable:  also write the modelling code, so that the model loads where saobp is not installed, with
                ``trust_remote_code=True``
     run:       the folder of the run that trained the model, for the card
@@ -45,8 +52,8 @@ def save(
             f"saobp.save takes a Transformers model, not {type(model).__name__}: give it the model inside"
         )
     path = Path(folder)
-    if path.exists():
-        raise FileExistsError(f"{str(path)!r} exists already: name a folder that does not")
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{str(path)!r} is a file: name a folder")
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
     if getattr(model.config, CONFIG_FIELD, None) is None:
@@ -62,12 +69,27 @@ def save(
         check_portable(model)
     summary = RunSummary() if run is None else summarise_run_folder(run)
     summary = replace(summary, results=(*summary.results, *checked_results(results)))
-    with replacing(path) as new:
+    with adding_to(path) if path.is_dir() else replacing(path) as new:
         model.save_pretrained(new, state_dict=weights_of(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-        finish_folder(model, new, path.name, summary, portable=portable)
+        finish_folder(model, new, path.resolve().name, summary, portable=portable)
+        _keep_edited_card(path, new)
+    if (path / MANIFEST).exists():
+        write_manifest(path)
     return path
+
+
+def _keep_edited_card(folder: Path, new: Path) -> None:
+    """Give the new card another name if the folder has a README.md that somebody wrote or edited."""
+    card = folder / CARD
+    if card.exists() and not is_untouched(card.read_text(encoding="utf-8", errors="replace")):
+        (new / CARD).rename(new / NEW_CARD)
+        warnings.warn(
+            f"{card} was written or edited by hand, so it stays, and the new model card is {NEW_CARD} "
+            "beside it",
+            stacklevel=3,
+        )
 
 
 def finish_folder(
@@ -80,4 +102,4 @@ def finish_folder(
     if portable:
         add_code(model, folder)
     text = card_for(model, refinement, run, name, portable=portable)
-    (folder / CARD).write_text(text, encoding="utf-8")
+    (folder / CARD).write_text(signed(text), encoding="utf-8")

@@ -73,6 +73,29 @@ def replacing(folder: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def adding_to(folder: Path) -> Iterator[Path]:
+    """Context with an empty folder whose files move into an existing ``folder`` if nothing fails.
+
+    They replace files of the same names; others stay.
+    """
+    new = folder / f"{UNFINISHED}files"
+    _remove(new)
+    new.mkdir()
+    try:
+        yield new
+        files = [path for path in new.rglob("*") if path.is_file()]
+        for path in files:
+            fsync(path)
+        for path in files:
+            place = folder / path.relative_to(new)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
+        fsync(folder)
+    finally:
+        _remove(new)
+
+
 def put_in_place(new: Path, folder: Path) -> None:
     """fsync a filled folder, then rename it; replaces an existing one."""
     for path in (*new.rglob("*"), new):

@@ -38,9 +38,10 @@ def seal(filled: Path, path: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Checksums of all files but a model card, which is for people to edit."""
+    """Checksums of all files but a model card, which is for people to edit, and an earlier manifest."""
     sums = {}
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name != CARD)
+    others = (folder / MANIFEST, folder / CARD)
+    files = (file for file in folder.rglob("*") if file.is_file() and file not in others)
     for file in sorted(files):
         sums[file.relative_to(folder).as_posix()] = file_checksum(file)
     write_json(folder / MANIFEST, sums)
