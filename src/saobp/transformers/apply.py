@@ -147,8 +147,15 @@ def check_model(model: Any) -> None:
 
 
 def has_decoder(model: PreTrainedModel) -> bool:
-    """Whether a model or a part of it has cross-attention to an encoder."""
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    """Whether a model or a part of it has cross-attention to an encoder.
+
+    T5's encoder and decoder are of one class, which says whether it is the decoder.
+    """
+    parts = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and getattr(module, "is_decoder", None) is not False
+    ]
     return any("encoder_hidden_states" in inspect.signature(part.forward).parameters for part in parts)
 
 
@@ -299,7 +306,8 @@ def width(module: nn.Module) -> int:
 
 def head_dim(module: nn.Module) -> int:
     """Size of a head's queries."""
-    size: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
+    named = getattr(module, "head_dim", None) or getattr(module, "key_value_proj_dim", None)
+    size: Any = named or width(module) // head_count(module)
     return size if isinstance(size, int) else 0
 
 

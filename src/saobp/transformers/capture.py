@@ -40,6 +40,7 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
+from saobp.transformers.position_bias import biased_mask
 from saobp.transformers.routes import RefinedCall, Route, select_route
 
 PLAIN = Refinement("none")
@@ -52,7 +53,8 @@ class AttentionCall:
 
     name, index:         the attention module's name in the model, and its index among them
     query:               ``[batch, heads, queries, dim]``; key and value may have fewer heads
-    mask, options:       as passed to the implementation; ``graph`` reads the mask
+    mask, options:       as passed to the implementation; ``graph`` reads the mask, which includes a bias of
+                         positions
     sequences:           sequence number of each token, ``[batch, keys]``, if packed
     """
 
@@ -158,9 +160,8 @@ class AttentionCall:
             return graph, None
         if self.mask is not None:
             return read_mask(self.mask, queries, keys, causal=self.is_causal)
-        visible = None
-        if self.implementation == "sdpa" and self.is_causal and queries > 1:
-            visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+        hides = self.implementation == "sdpa" and self.is_causal and queries > 1
+        visible = _causal_mask(self.query, self.key) if hides else None
         return FactorGraph(visible, causal=self.is_causal), None
 
 
@@ -272,6 +273,11 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     scaling = arguments.get("scaling")
     is_causal = is_causal_call(module, options.pop("is_causal", None))
     window = options.pop("sliding_window", None)
+    if "flash" not in implementation and (bias := options.pop("position_bias", None)) is not None:
+        if mask is None and implementation == "sdpa" and is_causal and query.shape[-2] > 1:
+            mask = _causal_mask(query, key)
+        with torch.no_grad():
+            mask = biased_mask(mask, bias)
     for capture in tuple(_captures):
         if module not in capture.places:
             continue
@@ -294,6 +300,12 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
                 sequences=sequences,
             )
         )
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """What sdpa hides of causal attention if it gets no mask: bool ``[1, 1, queries, keys]``."""
+    lengths = query.shape[-2], key.shape[-2]
+    return torch.ones(1, 1, *lengths, dtype=torch.bool, device=query.device).tril()
 
 
 _dense: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
