@@ -421,7 +421,7 @@ def test_a_model_outside_the_registry_is_measured_by_the_maps_it_returns() -> No
         assert head.values["gtd"] == pytest.approx(sum(expected) / 2, abs=1e-6)
     across = [float(metrics.cross_layer_gtd(own)) for own in maps]
     assert found.across_layers == {1: pytest.approx(sum(across) / 2, abs=1e-6)}
-    with pytest.raises(ValueError, match=r"attention registry.*whole maps"):
+    with pytest.raises(ValueError, match=r"attention registry.*not sampled"):
         diagnose(model, tokenizer, texts, statistics=["gtd"], method="sampled")
 
 

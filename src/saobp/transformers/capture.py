@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from saobp.functional import build_graph
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
-from saobp.transformers.apply import attention_modules, through_registry
+from saobp.transformers.apply import class_names, other_attention, reachable_attention, through_registry
 from saobp.transformers.attention_function import (
     apply_variants,
     is_recomputation,
@@ -172,12 +173,22 @@ class Watcher:
     """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
 
     Create it once per model and reuse it: entering is then free, and a step compiled inside, callback
-    included, is not recompiled, since the compiler's guards see the same objects.
+    included, is not recompiled, since the compiler's guards see the same objects. ``left_out`` names the
+    attention modules without the registry, whose calls are not seen.
     """
 
     def __init__(self, model: nn.Module, callback: Callback) -> None:
         self.model, self.callback = model, callback
-        self.places = {module: (name, index) for index, (name, module) in enumerate(attention_modules(model))}
+        modules = reachable_attention(model)
+        self.places = {module: (name, index) for index, (name, module) in enumerate(modules)}
+        others = other_attention(model)
+        self.left_out = {name for name, _ in others}
+        if others:
+            warnings.warn(
+                f"{type(model).__name__} computes part of its attention without Transformers' attention "
+                f"registry ({class_names(others)}): that part is left out",
+                stacklevel=4,
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -220,7 +231,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     Works for models that ignore ``output_attentions`` and for implementations that never form the rows.
     A module that serves several layers, as in ALBERT, lists them in order.
     """
-    recorded: dict[str, list[Tensor]] = {name: [] for name, _ in attention_modules(model)}
+    recorded: dict[str, list[Tensor]] = {name: [] for name, _ in reachable_attention(model)}
 
     def record(call: AttentionCall) -> None:
         with torch.no_grad():
