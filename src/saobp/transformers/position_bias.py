@@ -13,10 +13,14 @@ def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """A mask of numbers ``[batch, heads, queries, keys]`` that adds the bias to the scores of visible keys.
 
     mask: None, ``[batch, keys]``, or ``[batch, 1 or heads, queries, keys]``; bool, or numbers to add
-    bias: None, or ``[batch, heads, queries, keys]``. Without one the mask is returned as it is.
+    bias: None, or ``[1 or batch, heads, queries, keys]``. Without one the mask is returned as it is.
 
     Layers share mask and bias, so they get one tensor, which is looked at once (``remembered_nodes``).
     """
+    if bias is not None and bias.ndim != 4:
+        raise ValueError(
+            f"a position_bias must be [1 or batch, heads, queries, keys], not {tuple(bias.shape)}"
+        )
     if bias is None or mask is None:
         return mask if bias is None else bias
     if mask.ndim not in (2, 4):
