@@ -120,7 +120,7 @@ class ReturnedMaps:
         owner, found = type(module).__name__, 0
         for field, (stack, mask_name) in FIELDS.items():
             layers = (output.get(field) if isinstance(output, ModelOutput) else None) or ()
-            for number, rows in enumerate(layers):
+            for number, rows in enumerate(rows for rows in layers if rows is not None):
                 found += 1
                 place = [part for part in (self.parts[module], stack) if part]
                 name = ".".join([*place, f"layer.{number}"])
