@@ -94,7 +94,7 @@ class ReturnedMaps:
                 self._hooked.difference_update(added)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or module not in self.parts:  # a replica of DataParallel is another
             return None
         self._open.append(None)
         if not self._active or len(self._open) > 1:  # a part of a model that was asked already
@@ -105,7 +105,7 @@ class ReturnedMaps:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         del args, kwargs
-        if torch.compiler.is_compiling() or not self._open:
+        if torch.compiler.is_compiling() or module not in self.parts or not self._open:
             return None
         request = self._open.pop()
         if request is None:
