@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saobp.metrics.attention_inputs import PLAIN, AttentionInputs
 from saobp.metrics.functional.maps import Maps, row_tolerance, unchecked_maps
+from saobp.propagation.graph import FactorGraph
 
 NARROWEST_WINDOW = 64
 """A window less wide is not told from heads that all look nearby."""
@@ -38,6 +39,11 @@ class KnownMaps(AttentionInputs):
             return text
         real = self.padding_mask[item].nonzero()[:, 0]
         return replace(text, rows=text.rows[:, :, real][..., real])
+
+    def scores(self) -> tuple[Tensor, FactorGraph]:
+        """Logarithms of the rows, whose softmax is the rows."""
+        rows = self.rows.to(torch.promote_types(self.rows.dtype, torch.float32))
+        return rows.log(), FactorGraph(rows > 0, causal=self.causal)
 
     def maps(self) -> Maps:
         return unchecked_maps(self.rows, self.padding_mask)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -35,23 +35,28 @@ class ObservedAttention:
         if not isinstance(model, nn.Module):
             raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
         self.on_layer, self.on_skipped, self.texts = on_layer, on_skipped, texts
-        self._watcher: Watcher | None = None
-        self._returned = ReturnedMaps(model, on_layer, on_skipped, texts)
-        if has_registry_attention(model) or not self._returned.parts:
-            self._watcher = Watcher(model, self._on_call)
-            for name in self._watcher.left_out:
-                on_skipped(name)
-        self.from_maps = self._watcher is None
+        in_registry = has_registry_attention(model)
+        returned = None if in_registry else ReturnedMaps(model, on_layer, on_skipped, texts)
+        self._source: Watcher | ReturnedMaps
+        if returned is not None and returned.parts:
+            self._source = returned
+            return
+        self._source = Watcher(model, self._on_call)
+        for name in self._source.left_out:
+            on_skipped(name)
+
+    @property
+    def from_maps(self) -> bool:
+        return isinstance(self._source, ReturnedMaps)
 
     def attached(self) -> AbstractContextManager[None]:
         """To be entered before a forward that calls ``observing`` in a hook of its own."""
-        return self._returned.attached() if self.from_maps else nullcontext()
+        return self._source.attached() if isinstance(self._source, ReturnedMaps) else nullcontext()
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        source = self._returned.observing() if self._watcher is None else self._watcher.watching()
-        with source:
-            yield
+    def observing(self) -> AbstractContextManager[None]:
+        if isinstance(self._source, ReturnedMaps):
+            return self._source.observing()
+        return self._source.watching()
 
     def _on_call(self, call: AttentionCall) -> None:
         heads = inputs_of(call, self.texts, linear=True)
