@@ -19,6 +19,9 @@ from transformers import (
     MegatronBertModel,
     ResNetConfig,
     ResNetModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
     ViTConfig,
     ViTModel,
     XLNetConfig,
@@ -39,6 +42,7 @@ from saobp.metrics.diagnosis.head_kinds import (
     text_targets,
 )
 from saobp.metrics.diagnosis.loading import example_model, load_model, planted_model, read_texts
+from saobp.refinement import Refinement
 from saobp.storage.manifest import write_manifest
 from saobp.testing.tiny_models import save_tiny_bert, tiny_model
 
@@ -408,7 +412,10 @@ def test_a_model_outside_the_registry_is_measured_by_the_maps_it_returns() -> No
     model, tokenizer = MegatronBertModel(config).eval(), example_model()[1]
     texts = ["some words of a text", "a second text"]
     names = ["gtd", "attention_entropy", "sink_mass", "cross_layer_gtd"]
-    found = diagnose(model, tokenizer, texts, statistics=names)
+    notes: list[str] = []
+    found = diagnose(model, tokenizer, texts, statistics=names, note=notes.append)
+    assert any("measured from the maps that the model returns" in note for note in notes)
+    assert found.settings["measured_from"] == "the maps that the model returns"
     with torch.no_grad():
         maps = [
             model(
@@ -421,8 +428,20 @@ def test_a_model_outside_the_registry_is_measured_by_the_maps_it_returns() -> No
         assert head.values["gtd"] == pytest.approx(sum(expected) / 2, abs=1e-6)
     across = [float(metrics.cross_layer_gtd(own)) for own in maps]
     assert found.across_layers == {1: pytest.approx(sum(across) / 2, abs=1e-6)}
-    with pytest.raises(ValueError, match=r"attention registry.*whole maps"):
+    with pytest.raises(ValueError, match=r"attention registry.*not sampled"):
         diagnose(model, tokenizer, texts, statistics=["gtd"], method="sampled")
+
+
+def test_of_t5_the_encoder_is_loaded(tmp_path: Path) -> None:
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    T5Model(config).save_pretrained(tmp_path)
+    example_model()[1].save_pretrained(tmp_path)
+    model, tokenizer = load_model(str(tmp_path), Refinement.of("high:0.2"))
+    assert isinstance(model, T5EncoderModel)
+    found = diagnose(model, tokenizer, ["some words of a text", "a second text"], statistics=["gtd"])
+    assert len(found.heads) == 2
 
 
 @pytest.mark.parametrize("method", ["exact", "sampled"])

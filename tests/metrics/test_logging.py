@@ -8,6 +8,7 @@ import math
 import numpy
 import pytest
 import torch
+from returned_families import tiny
 from scipy import stats
 from transformers import Trainer, TrainingArguments
 
@@ -40,6 +41,15 @@ def trainer(tmp_path, model=None, **options) -> Trainer:  # type: ignore[no-unty
         **options,
     )
     return Trainer(model=model or tiny_model("bert"), args=arguments, train_dataset=Texts())
+
+
+def test_a_model_outside_the_registry_in_a_trainer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    run = trainer(tmp_path, tiny("deberta-v2"), report_to="none")
+    run.add_callback(HealthCallback(run, every=3))
+    run.train()
+    entries = [entry for entry in run.state.log_history if "health/gtd" in entry]
+    assert [entry["step"] for entry in entries] == [1, 4]
+    assert not any(part._forward_hooks for part in run.model.modules())
 
 
 def test_trainer_logs_health_where_the_loss_goes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -355,5 +355,5 @@ def test_cross_attention_and_unknown_arguments() -> None:
     options = (torch.nn.Identity(), "sdpa", *states, None, 0.5, 0.0, False, None)
     assert inputs_of(AttentionCall("decoder.layers.0.encoder_attn", 0, *options)) is None
     assert inputs_of(AttentionCall("encoder.layer.0.crossattention.self", 0, *options)) is None
-    with pytest.raises(ValueError, match="passes 'softcap' to its attention"):
-        inputs_of(AttentionCall("layer", 0, *options, {"softcap": 30.0}))
+    with pytest.raises(ValueError, match="passes 'block_indices' to its attention"):
+        inputs_of(AttentionCall("layer", 0, *options, {"block_indices": 30.0}))

@@ -144,11 +144,16 @@ def test_unequal_lengths_with_causality_need_a_cache():
         call(torch.ones(2, 1, 3, 7, dtype=torch.bool), queries=3, causal=True)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "saobp_strength"])
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "saobp_strength"])
 def test_arguments_that_cannot_be_honoured_are_refused(name):
     with pytest.raises(ValueError, match=f"'{name}', which refined attention cannot honour"):
         call(**{name: torch.ones(4)})
     assert torch.isfinite(call(**{name: None})).all()
+
+
+def test_a_position_bias_needs_its_shape():
+    with pytest.raises(ValueError, match=r"position_bias must be \[1 or batch, heads, .*\], not \(4,\)"):
+        call(position_bias=torch.ones(4))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

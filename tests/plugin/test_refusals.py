@@ -21,8 +21,6 @@ from transformers import (
     GptOssForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
-    T5Config,
-    T5EncoderModel,
 )
 
 import saobp
@@ -70,12 +68,7 @@ def gpt_oss():
     return GptOssForCausalLM(GptOssConfig(**DECODER, num_local_experts=2, num_experts_per_tok=1)), "s_aux"
 
 
-def t5():
-    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0)
-    return T5EncoderModel(config), "position_bias"
-
-
-@pytest.mark.parametrize("make", [gemma2, gpt_oss, t5])
+@pytest.mark.parametrize("make", [gemma2, gpt_oss])
 def test_arguments_of_models_that_cannot_be_honoured(make):
     model, argument = make()
     saobp.apply(model, "high:0.5")

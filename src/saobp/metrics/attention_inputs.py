@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saobp.functional import build_graph
 from saobp.metrics.functional.maps import Maps, unchecked_maps
-from saobp.metrics.operators.tiled import Mask
+from saobp.metrics.operators.tiled import Mask, capped
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import head_strength, refine_scores
 from saobp.refinement import Refinement
@@ -18,6 +18,7 @@ from saobp.transformers.attention_function import unknown_argument
 from saobp.transformers.capture import AttentionCall
 
 ROWS_AT_ONCE = 1024
+PLAIN = Refinement("none")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class AttentionInputs:
     sliding-window attention.
     For masks of other shapes, visible (bool) and bias (added to scores) are
     ``[batch or 1, heads or 1, length, length]``; ``causal_messages`` then says whether rows receive the
-    messages of earlier rows alone.
+    messages of earlier rows alone. ``softcap`` c bounds scores, as c tanh(score / c), before any bias.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class AttentionInputs:
     visible: Tensor | None = None
     bias: Tensor | None = None
     causal_messages: bool | None = None
+    softcap: float | None = None
 
     def has_causal_messages(self) -> bool:
         """Whether rows receive messages of earlier rows alone; by default as the attention is causal."""
@@ -104,12 +106,28 @@ class AttentionInputs:
         """The mask of a single text."""
         visible = None if self.visible is None else self.visible[0]
         bias = None if self.bias is None else self.bias[0]
-        return Mask(self.causal, self.window, visible, bias, self.has_causal_messages())
+        return Mask(self.causal, self.window, visible, bias, self.has_causal_messages(), self.softcap)
+
+    def even(self) -> AttentionInputs:
+        """Those of the uniform maps under the same mask, for one head."""
+        nothing = self.query.new_zeros(len(self.query), 1, self.query.shape[-2], 1)
+        return AttentionInputs(
+            nothing,
+            nothing,
+            nothing.new_zeros(1),
+            PLAIN,
+            self.causal,
+            1.0,
+            self.padding_mask,
+            self.window,
+            None if self.visible is None else self.visible[:, :1],
+        )
 
     def scores(self) -> tuple[Tensor, FactorGraph]:
         """Scores before any refinement, ``[batch, heads, length, length]``, and the factor graph."""
         precision = torch.promote_types(self.query.dtype, torch.float32)
         scores = (self.query.to(precision) @ self.key.to(precision).transpose(-1, -2)).mul_(self.scale)
+        scores = capped(scores, self.softcap)
         if self.bias is not None:
             scores = scores + self.bias
         length = scores.shape[-1]
@@ -148,7 +166,8 @@ def inputs_of(
     length = call.query.shape[-2]
     if length != call.key.shape[-2] or is_cross_attention(call):
         return None
-    check_options(call)
+    check_options(call, "softcap")
+    softcap = call.options.get("softcap")
     refinement, strength = call.refinement()
     query, key = call.query.detach()[:texts], call.key.detach()[:texts]
     if strength.ndim > 1 and strength.shape[1] > 1:
@@ -160,7 +179,15 @@ def inputs_of(
         applies = mask is not None or call.implementation != "eager"
         causal = call.is_causal and applies
         return AttentionInputs(
-            query, key, strength.detach(), refinement, causal, call.scaling, padding, call.window
+            query,
+            key,
+            strength.detach(),
+            refinement,
+            causal,
+            call.scaling,
+            padding,
+            call.window,
+            softcap=softcap,
         )
     graph, bias = call.graph()
     assert graph.visible is not None
@@ -184,6 +211,7 @@ def inputs_of(
         visible=visible if kind is None else None,
         bias=bias,
         causal_messages=call.is_causal,
+        softcap=softcap,
     )
 
 
@@ -216,9 +244,14 @@ def is_cross_attention(call: AttentionCall) -> bool:
     )
 
 
-def check_options(call: AttentionCall) -> None:
-    """Raises for options that change the rows."""
-    name = unknown_argument(call.options)
+def check_options(call: AttentionCall, *known: str) -> None:
+    """Raises for options that change the rows, except for those known.
+
+    A sink is no token: statistics are those of the rows without its part, whose share goes to the tokens.
+    """
+    name = unknown_argument(
+        {name: value for name, value in call.options.items() if name not in (*known, "s_aux")}
+    )
     if name is not None:
         raise ValueError(
             f"{type(call.module).__name__} passes {name!r} to its attention, which changes the rows in a way "

@@ -18,7 +18,7 @@ from saobp.arguments import (
     read_strength,
     require_tensors,
 )
-from saobp.metrics.attention_inputs import AttentionInputs
+from saobp.metrics.attention_inputs import PLAIN, AttentionInputs
 from saobp.metrics.functional.entropy import (
     attention_entropy,
     normalised_entropy,
@@ -44,7 +44,6 @@ from saobp.refinement import Refinement
 
 Method = Literal["exact", "sampled"]
 
-PLAIN = Refinement("none")
 STATES_HELD = 8
 SUMS_HELD = 2
 """Tensors ``[tokens, probes]`` that one head needs at the peak of the sampled method: in the states' type,

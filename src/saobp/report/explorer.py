@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.attention_inputs import inputs_of
+from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.diagnosis.diagnose import check_weights
 from saobp.metrics.diagnosis.text_batches import CHARACTERS_PER_TOKEN
+from saobp.metrics.observed_attention import ObservedAttention
 from saobp.refinement import MAX_STRENGTH
 from saobp.runs.layout import EXPLORER
 from saobp.runs.tolerant_reader import number
 from saobp.storage.atomic import write_atomically
-from saobp.transformers.capture import AttentionCall, watch
 from saobp.transformers.input_length import max_input_length
 
 FORMAT = 1
@@ -168,9 +168,9 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
     """Attention inputs of each self-attention layer on one sentence, in order of execution."""
     layers: list[dict[str, Any]] = []
 
-    def keep(call: AttentionCall) -> None:
-        heads = inputs_of(call)
-        if heads is None or heads.query.shape[-2] != ids.shape[1]:
+    def keep(name: str, stack: str, heads: AttentionInputs) -> None:
+        del stack
+        if heads.query.shape[-2] != ids.shape[1]:
             return
         count = heads.query.shape[1]
         scores, graph = heads.select(slice(0, 1), slice(0, count)).scores()
@@ -181,7 +181,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
             strengths = [-strength for strength in strengths]
         layers.append(
             {
-                "name": call.name,
+                "name": name,
                 "in_order": heads.has_causal_messages(),
                 "refinement": _plain(heads.refinement.to_dict()) if refined else None,
                 "strengths": [round(strength, 6) for strength in strengths] if refined else None,
@@ -191,7 +191,7 @@ def _layers_of(model: PreTrainedModel, ids: Tensor) -> list[dict[str, Any]]:
 
     model.eval()
     device = next(model.parameters()).device
-    with torch.no_grad(), watch(model, keep):
+    with torch.no_grad(), ObservedAttention(model, keep).observing():
         model(input_ids=ids.to(device), attention_mask=torch.ones_like(ids).to(device))
     return layers
 

@@ -147,29 +147,73 @@ def check_model(model: Any) -> None:
 
 
 def has_decoder(model: PreTrainedModel) -> bool:
-    """Whether a model or a part of it has cross-attention to an encoder."""
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    """Whether a model or a part of it has cross-attention to an encoder.
+
+    T5's encoder and decoder are of one class, which says whether it is the decoder.
+    """
+    parts = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and getattr(module, "is_decoder", None) is not False
+    ]
     return any("encoder_hidden_states" in inspect.signature(part.forward).parameters for part in parts)
 
 
 def attention_modules(model: nn.Module) -> Modules:
-    """The attention modules of a model that use the attention registry, with names, first layer first."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
-    modules = [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
-    others = _other_attention(model, [name for name, _ in modules])
+    """The attention modules of a model that use the attention registry, with names, first layer first.
+
+    Raises if there are none, or if there are others.
+    """
+    modules = reachable_attention(model)
+    others = other_attention(model)
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} computes part of its attention without Transformers' attention registry "
+            f"({class_names(others)}), so saobp cannot reach all of it"
+        )
+    return modules
+
+
+def reachable_attention(model: nn.Module) -> Modules:
+    """The same of a model that may have others; raises only if none uses the registry."""
+    modules = _registry_modules(model)
     if not modules:
-        what = "computes its attention" if others else "has no attention layers, or computes them"
+        what = (
+            "computes its attention"
+            if other_attention(model)
+            else "has no attention layers, or computes them"
+        )
         raise ValueError(
             f"{type(model).__name__} {what} without Transformers' attention registry, so saobp cannot "
             "reach it"
         )
-    if others:
-        raise ValueError(
-            f"{type(model).__name__} computes part of its attention without Transformers' attention registry "
-            f"({', '.join(others)}), so saobp cannot reach all of it"
-        )
     return modules
+
+
+def other_attention(model: nn.Module) -> Modules:
+    """Attention modules that neither use the registry nor hold or belong to one that does."""
+    reachable = [name for name, _ in _registry_modules(model)]
+    found = []
+    for name, module in model.named_modules():
+        if "attention" not in type(module).__name__.lower() or not any(True for _ in module.parameters()):
+            continue
+        related = any(
+            name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.")
+            for other in reachable
+        )
+        if not related:
+            found.append((name, module))
+    return found
+
+
+def class_names(modules: Modules) -> str:
+    return ", ".join(sorted({type(module).__name__ for _, module in modules}))
+
+
+def _registry_modules(model: nn.Module) -> Modules:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a Transformers model is needed, not {type(model).__name__}")
+    return [(name, module) for name, module in model.named_modules() if uses_registry(type(module))]
 
 
 def put_through_registry(model: nn.Module) -> list[nn.Module]:
@@ -299,7 +343,8 @@ def width(module: nn.Module) -> int:
 
 def head_dim(module: nn.Module) -> int:
     """Size of a head's queries."""
-    size: Any = getattr(module, "head_dim", None) or width(module) // head_count(module)
+    named = getattr(module, "head_dim", None) or getattr(module, "key_value_proj_dim", None)
+    size: Any = named or width(module) // head_count(module)
     return size if isinstance(size, int) else 0
 
 
@@ -312,18 +357,3 @@ def _with_config(model: PreTrainedModel, modules: Modules) -> list[Any]:
 
 def _configs(owners: list[Any]) -> list[Any]:
     return list({id(owner.config): owner.config for owner in owners}.values())
-
-
-def _other_attention(model: nn.Module, reachable: list[str]) -> list[str]:
-    """Classes of attention modules that neither use the registry nor hold or belong to one that does."""
-    kinds = []
-    for name, module in model.named_modules():
-        if "attention" not in type(module).__name__.lower() or not any(True for _ in module.parameters()):
-            continue
-        related = any(
-            name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.")
-            for other in reachable
-        )
-        if not related:
-            kinds.append(type(module).__name__)
-    return sorted(set(kinds))

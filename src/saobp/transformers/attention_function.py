@@ -31,6 +31,7 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
+from saobp.transformers.position_bias import biased_mask
 from saobp.transformers.projections import projection_weights
 from saobp.transformers.routes import RefinedCall, Route, select_route
 from saobp.variants import PlusOne, States, Variant
@@ -56,11 +57,13 @@ def saobp_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Refined attention for a model: query ``[batch, heads, queries, dim]``, key and value with key heads.
 
-    Returns ``[batch, queries, heads, dim]``, contiguous, and the refined rows if requested.
+    position_bias ``[1 or batch, heads, queries, keys]`` is added to the scores, as in T5's encoder. Returns
+    ``[batch, queries, heads, dim]``, contiguous, and the refined rows if requested.
     """
     reject(module, kwargs)
     query, key, value = under_autocast(query, key, value)
@@ -82,6 +85,9 @@ def saobp_attention(
     causal = is_causal_call(module, is_causal)
     if not causal and is_causal is None:
         check_not_decoder(module)
+    if causal:
+        reject(module, {"position_bias": position_bias})
+    attention_mask = biased_mask(attention_mask, position_bias)
     if messages is None:
         _check_lengths(module, layer_refinement, refinement, queries, keys, causal)
     if not causal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from saobp.functional import build_graph
 from saobp.propagation.graph import FactorGraph
 from saobp.propagation.reference import reference_attention
 from saobp.refinement import Refinement
-from saobp.transformers.apply import attention_modules, through_registry
+from saobp.transformers.apply import class_names, other_attention, reachable_attention, through_registry
 from saobp.transformers.attention_function import (
     apply_variants,
     is_recomputation,
@@ -40,6 +41,7 @@ from saobp.transformers.packed_sequences import (
     sequence_numbers,
     with_sequences,
 )
+from saobp.transformers.position_bias import biased_mask
 from saobp.transformers.routes import RefinedCall, Route, select_route
 
 PLAIN = Refinement("none")
@@ -52,7 +54,8 @@ class AttentionCall:
 
     name, index:         the attention module's name in the model, and its index among them
     query:               ``[batch, heads, queries, dim]``; key and value may have fewer heads
-    mask, options:       as passed to the implementation; ``graph`` reads the mask
+    mask, options:       as passed to the implementation; ``graph`` reads the mask, which includes a bias of
+                         positions
     sequences:           sequence number of each token, ``[batch, keys]``, if packed
     """
 
@@ -158,9 +161,8 @@ class AttentionCall:
             return graph, None
         if self.mask is not None:
             return read_mask(self.mask, queries, keys, causal=self.is_causal)
-        visible = None
-        if self.implementation == "sdpa" and self.is_causal and queries > 1:
-            visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+        hides = self.implementation == "sdpa" and self.is_causal and queries > 1
+        visible = _causal_mask(self.query, self.key) if hides else None
         return FactorGraph(visible, causal=self.is_causal), None
 
 
@@ -171,12 +173,22 @@ class Watcher:
     """Calls ``callback`` with every attention call of ``model`` made inside :meth:`watching`.
 
     Create it once per model and reuse it: entering is then free, and a step compiled inside, callback
-    included, is not recompiled, since the compiler's guards see the same objects.
+    included, is not recompiled, since the compiler's guards see the same objects. ``left_out`` names the
+    attention modules without the registry, whose calls are not seen.
     """
 
     def __init__(self, model: nn.Module, callback: Callback) -> None:
         self.model, self.callback = model, callback
-        self.places = {module: (name, index) for index, (name, module) in enumerate(attention_modules(model))}
+        modules = reachable_attention(model)
+        self.places = {module: (name, index) for index, (name, module) in enumerate(modules)}
+        others = other_attention(model)
+        self.left_out = {name for name, _ in others}
+        if others:
+            warnings.warn(
+                f"{type(model).__name__} computes part of its attention without Transformers' attention "
+                f"registry ({class_names(others)}): that part is left out",
+                stacklevel=4,
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -219,7 +231,7 @@ def record_attention(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     Works for models that ignore ``output_attentions`` and for implementations that never form the rows.
     A module that serves several layers, as in ALBERT, lists them in order.
     """
-    recorded: dict[str, list[Tensor]] = {name: [] for name, _ in attention_modules(model)}
+    recorded: dict[str, list[Tensor]] = {name: [] for name, _ in reachable_attention(model)}
 
     def record(call: AttentionCall) -> None:
         with torch.no_grad():
@@ -272,6 +284,11 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
     scaling = arguments.get("scaling")
     is_causal = is_causal_call(module, options.pop("is_causal", None))
     window = options.pop("sliding_window", None)
+    if "flash" not in implementation and (bias := options.pop("position_bias", None)) is not None:
+        if mask is None and implementation == "sdpa" and is_causal and query.shape[-2] > 1:
+            mask = _causal_mask(query, key)
+        with torch.no_grad():
+            mask = biased_mask(mask, bias)
     for capture in tuple(_captures):
         if module not in capture.places:
             continue
@@ -294,6 +311,12 @@ def _report(module: nn.Module, implementation: str, arguments: dict[str, Any]) -
                 sequences=sequences,
             )
         )
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """What sdpa hides of causal attention if it gets no mask: bool ``[1, 1, queries, keys]``."""
+    lengths = query.shape[-2], key.shape[-2]
+    return torch.ones(1, 1, *lengths, dtype=torch.bool, device=query.device).tril()
 
 
 _dense: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()

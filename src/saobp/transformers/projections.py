@@ -112,7 +112,8 @@ class HeadParts:
                 f"{type(module).__name__} normalises its queries and keys ({', '.join(norms)}), so their "
                 "size does not follow from its weights and cannot be clipped there"
             )
-        if any(base.__name__ == "MPNetSelfAttention" for base in type(module).__mro__):
+        bases = {base.__name__ for base in type(module).__mro__}
+        if "MPNetSelfAttention" in bases or hasattr(module, "relative_attention_num_buckets"):
             raise ValueError(
                 f"{type(module).__name__} adds a bias of positions to its logits, which does not follow from "
                 "its query and key weights, so they cannot be clipped there"

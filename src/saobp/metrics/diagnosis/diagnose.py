@@ -1,20 +1,18 @@
-"""The health of a model on some texts, as one record.
-
-Models outside Transformers' attention registry are measured by the maps that they return.
-"""
+"""The health of a model on some texts, as one record."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from saobp.metrics.attention_inputs import inputs_of
+from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.diagnosis.expected_time import ExpectedTime
 from saobp.metrics.diagnosis.head_kinds import (
     IN_TEXT,
@@ -29,15 +27,10 @@ from saobp.metrics.diagnosis.head_kinds import (
     text_targets,
 )
 from saobp.metrics.diagnosis.text_batches import Note, batches, encode, padding_id
-from saobp.metrics.functional.gtd import BETA, HOPS, cross_layer_gtd
-from saobp.metrics.functional.maps import unchecked_maps
-from saobp.metrics.health.head_health import CROSS_LAYER, HeadHealth, Health
+from saobp.metrics.health.head_health import RETURNED_MAPS, HeadHealth, Health
 from saobp.metrics.health.recorder import probe
-from saobp.metrics.health.verdicts import Verdict, uniform_map
-from saobp.metrics.query_key_statistics import checked_statistics, map_statistics
-from saobp.metrics.sampling import exact_estimate
-from saobp.transformers.apply import attention_modules
-from saobp.transformers.capture import AttentionCall, watch
+from saobp.metrics.health.verdicts import Verdict
+from saobp.metrics.observed_attention import ObservedAttention
 from saobp.transformers.input_length import max_input_length
 
 KIND_TEXTS, KIND_TOKENS = 8, 128
@@ -104,7 +97,7 @@ def diagnose(
 
     ``length`` cuts texts to so many tokens; without it they are cut to what the model takes. ``progress``
     gets the number of further texts done, in parts, ``note`` sentences on what is cut or left out, and on
-    the time it will take. A model whose attention cannot be watched is measured by the maps that it returns.
+    the time it will take.
     """
     check_weights(model, subject)
     encoded = encode(model, tokenizer, texts, length, subject, note)
@@ -113,12 +106,9 @@ def diagnose(
     encoded = [one.to(device) for one in encoded]
     found = head_shares(model, tokenizer, encoded)
     timed = ExpectedTime(encoded, len(found), progress, note)
-    if unreachable(model) is None:
-        health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
-    elif method == "sampled":
-        raise ValueError(f"{unreachable(model)} without whole maps: use method 'exact' or 'auto'")
-    else:
-        health = measure_returned_maps(model, encoded, statistics, timed)
+    health = _watched(model, tokenizer, encoded, statistics, method, batch_size, timed)
+    if health.measured_from == RETURNED_MAPS:
+        note(f"{subject} is measured from {RETURNED_MAPS}, so memory grows with the square of the length")
     if not health:
         raise ValueError(
             f"{subject} ran without any self-attention over a whole text, so there is nothing to measure"
@@ -131,7 +121,12 @@ def diagnose(
         health.statistics,
         len(encoded),
         sum(map(len, encoded)),
-        {"method": method, "length": length, "batch_size": batch_size},
+        {
+            "method": method,
+            "length": length,
+            "batch_size": batch_size,
+            "measured_from": health.measured_from,
+        },
     )
 
 
@@ -212,78 +207,15 @@ OnLayer = Callable[[int, Tensor], object]
 """Called with the number of a layer and its maps ``[texts, heads, length, length]``."""
 
 
-def unreachable(model: PreTrainedModel) -> str | None:
-    """Why calls of attention cannot be watched in this model; None if they can."""
-    try:
-        attention_modules(model)
-    except ValueError as problem:
-        return str(problem)
-    return None
-
-
 def for_each_layer(model: PreTrainedModel, ids: Tensor, on_layer: OnLayer) -> None:
     """Run ``model`` on ids ``[texts, length]`` without padding and show the maps of each layer."""
-    if unreachable(model) is not None:
-        for layer, rows in enumerate(returned_maps(model, ids)):
-            on_layer(layer, rows)
-        return
-    layer = 0
+    numbers = count()
 
-    def record(call: AttentionCall) -> None:
-        nonlocal layer
-        heads = inputs_of(call, linear=True)
-        if heads is not None:
-            every = slice(0, len(heads.query)), slice(0, heads.query.shape[1])
-            on_layer(layer, heads.select(*every).maps().rows)
-            layer += 1
+    def show(name: str, stack: str, heads: AttentionInputs) -> None:
+        del name, stack
+        every = slice(0, len(heads.query)), slice(0, heads.query.shape[1])
+        on_layer(next(numbers), heads.select(*every).maps().rows)
 
-    with torch.no_grad(), watch(model, record):
+    observed = ObservedAttention(model, show)
+    with torch.no_grad(), observed.observing():
         model(input_ids=ids)
-
-
-def returned_maps(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """What the model returns for ``output_attentions``. Raises if these are no maps of its tokens."""
-    with torch.no_grad():
-        attentions = getattr(model(input_ids=ids, output_attentions=True), "attentions", None) or ()
-    length = ids.shape[1]
-    maps = [
-        layer_maps
-        for layer_maps in attentions
-        if isinstance(layer_maps, Tensor) and layer_maps.shape[2:] == (length, length)
-    ]
-    if not maps or len(maps) < len(attentions) or not all(_is_stochastic(layer_maps) for layer_maps in maps):
-        raise ValueError(f"{unreachable(model)}, and it returns no attention maps")
-    return maps
-
-
-def measure_returned_maps(
-    model: PreTrainedModel,
-    texts: Iterable[Tensor],
-    statistics: Collection[str],
-    timed: ExpectedTime,
-) -> Health:
-    """Exact statistics of the maps that a model returns, text by text."""
-    names = checked_statistics("exact", [name for name in statistics if name != CROSS_LAYER])
-    health = Health(names)
-    for ids in texts:
-        timed.begin(1)
-        layers = returned_maps(model, ids[None])
-        across = cross_layer_gtd(layers) if CROSS_LAYER in statistics and len(layers) > 1 else None
-        for layer, rows in enumerate(layers):
-            causal = _is_causal(rows)
-            values = map_statistics(unchecked_maps(rows), names, BETA, HOPS, triangular=causal)
-            tokens = torch.tensor([ids.numel()], device=rows.device)
-            health.add(
-                f"layer {layer}",
-                {name: exact_estimate(value) for name, value in values.items()},
-                uniform_map(tokens, causal=causal),
-                None if across is None or layer == 0 else across[layer - 1],
-            )
-        health.forwards += 1
-        timed.end()
-    return health
-
-
-def _is_stochastic(rows: Tensor) -> bool:
-    sums = rows.sum(-1)
-    return bool(torch.isfinite(sums).all()) and bool(((sums - 1).abs() < 0.02).all())

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from saobp.metrics.diagnosis.text_batches import Note
-from saobp.transformers.apply import attention_modules
+from saobp.transformers.apply import uses_registry
 
 ANNOUNCED_FROM = 3.0
 """Seconds from which the expected time is announced."""
@@ -36,8 +36,9 @@ class ExpectedTime:
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
-        """Count the layers of the forwards inside this context."""
-        handles = [module.register_forward_hook(self._layer) for _, module in attention_modules(model)]
+        """Count the layers of the forwards inside this context, if they use the attention registry."""
+        modules = [module for module in model.modules() if uses_registry(type(module))]
+        handles = [module.register_forward_hook(self._layer) for module in modules]
         try:
             yield
         finally:

@@ -14,7 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
+    AutoConfig,
     AutoModel,
+    AutoModelForTextEncoding,
     AutoTokenizer,
     BertConfig,
     BertModel,
@@ -29,6 +31,8 @@ from saobp.storage.model_folders import check_file, check_tokenizer, intact_fold
 from saobp.transformers.apply import override_refinement
 from saobp.transformers.load_errors import clear_load_errors
 
+ENCODER_ALONE = {"mt5", "t5", "umt5"}
+"""Types of models whose encoder is loaded, since their decoder needs a text of its own."""
 EXAMPLE = "synthetic example"
 EXAMPLE_TEXT = (
     "Each head of this model attends by position. The first attends to all alike, the second to itself, "
@@ -104,7 +108,9 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     if tokenizer.vocab_files_names:  # tokenizers of bytes or characters have no files
         check_tokenizer(folder)
     with clear_load_errors(folder, "a model with its tokenizer"):
-        model: Any = AutoModel.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        kind = AutoModelForTextEncoding if config.model_type in ENCODER_ALONE else AutoModel
+        model: Any = kind.from_pretrained(folder)
     return model, tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch.nn import functional
 from saobp.metrics.attention_inputs import check_options, is_cross_attention
 from saobp.metrics.fast.fast_statistics import FIRST, check_first, padded_rows, sweep
 from saobp.metrics.fast.head_watch import HeadWatch
-from saobp.metrics.health.recorder import forwards_of, layer_name
+from saobp.metrics.health.measured_forwards import WithBlock, forwards_of
+from saobp.metrics.health.recorder import layer_name
+from saobp.metrics.observed_attention import has_registry_attention
 from saobp.propagation.row_statistics import RowMask
 from saobp.refinement import check_count
+from saobp.transformers.apply import other_attention
 from saobp.transformers.capture import AttentionCall, Watcher
 from saobp.transformers.masks import SEEN_BY_PADDING, read_mask
 
 
-@contextmanager
 def watch(
     model: nn.Module, *, every: int = 1, texts: int | None = None, first: int = FIRST
-) -> Iterator[HeadWatch]:
+) -> AbstractContextManager[HeadWatch]:
     """Context manager that measures largest logit, entropy and sinks of every head; yields a HeadWatch.
 
     For any attention implementation, with padding, windows, packed sequences and calls with a cache.
@@ -32,7 +34,11 @@ def watch(
     is the k of ``sink_share_first_k``. Numbers of a refined model are those of its rows before refinement.
     Measured forwards of a compiled model run eagerly.
     """
-    monitor = Monitor(model, texts, first)
+    return WithBlock(_watching(Monitor(model, texts, first), model, every), "saobp.watch(model)")
+
+
+@contextmanager
+def _watching(monitor: Monitor, model: nn.Module, every: int) -> Iterator[HeadWatch]:
     with forwards_of(model, monitor.measuring, every, "watch"):
         yield monitor.health
 
@@ -46,7 +52,13 @@ class Monitor:
         check_first(first)
         self.texts, self.first = texts, first
         self.health = HeadWatch()
+        if isinstance(model, nn.Module) and not has_registry_attention(model) and other_attention(model):
+            raise ValueError(
+                f"{type(model).__name__} computes its attention without Transformers' attention registry, so "
+                "saobp.watch cannot reach it: saobp.probe measures such models from the maps that they return"
+            )
         self._watcher = Watcher(model, self._record)
+        self.health.skipped |= self._watcher.left_out
         self._calls: dict[str, int] = {}
         self._masks: dict[tuple[int, ...], tuple[object, RowMask]] = {}
 

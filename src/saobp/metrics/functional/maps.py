@@ -80,13 +80,17 @@ def _check_values(maps: Maps, dtype: torch.dtype) -> None:
         raise ValueError("attention holds NaN or infinite values")
     if bool((maps.rows < 0).any()):
         raise ValueError("attention holds negative values: pass probabilities, not scores")
-    tolerance = 1e-3 if torch.finfo(dtype).bits >= 32 else 2e-2
     away = (sums - 1).abs()
     if maps.real is not None:
         away = away.masked_fill(~maps.real, 0.0)
     worst = float(away.max()) if away.numel() else 0.0
-    if worst > tolerance:
+    if worst > row_tolerance(dtype):
         raise ValueError(
             f"every row of attention must sum to 1 over real tokens, but one is off by {worst:.2g}: "
             "pass probabilities from before dropout, and no weight on padding"
         )
+
+
+def row_tolerance(dtype: torch.dtype) -> float:
+    """How far the sum of a row of this type may be from 1."""
+    return 1e-3 if torch.finfo(dtype).bits >= 32 else 2e-2

@@ -14,6 +14,8 @@ from saobp.metrics.health.verdicts import UniformMap, Verdict, judged
 from saobp.metrics.sampling import Estimate
 
 CROSS_LAYER = "cross_layer_gtd"
+QUERIES_AND_KEYS, RETURNED_MAPS = "queries and keys", "the maps that the model returns"
+"""What heads are measured from: ``Health.measured_from``."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,17 @@ class RunningSums:
 
 
 class Health:
-    """Statistics a probe has gathered so far; updated as the model runs, readable at any time."""
+    """Statistics a probe has gathered so far; updated as the model runs, readable at any time.
+
+    ``skipped`` names attention that was left out, ``measured_from`` says what the numbers come from.
+    """
 
     def __init__(self, statistics: tuple[str, ...]) -> None:
         self.statistics = statistics
         self.layers: dict[str, RunningSums] = {}
         self.forwards = 0
         self.skipped: set[str] = set()
+        self.measured_from = QUERIES_AND_KEYS
 
     def __bool__(self) -> bool:
         return bool(self.layers)

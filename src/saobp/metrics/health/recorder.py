@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from saobp.metrics.attention_inputs import AttentionInputs, inputs_of
+from saobp.metrics.attention_inputs import AttentionInputs
 from saobp.metrics.functional.gtd import BETA, HOPS, check_path, share_through_layers
-from saobp.metrics.health.head_health import CROSS_LAYER, Health
+from saobp.metrics.health.head_health import CROSS_LAYER, RETURNED_MAPS, Health
+from saobp.metrics.health.measured_forwards import WithBlock, forwards_of
 from saobp.metrics.health.verdicts import UniformMap, uniform_map
-from saobp.metrics.query_key_statistics import PLAIN, Method, checked_statistics, measure_heads
+from saobp.metrics.observed_attention import ObservedAttention
+from saobp.metrics.query_key_statistics import Method, checked_statistics, measure_heads
 from saobp.metrics.sampling import SAMPLED, Sampling, checked_sampling, exact_estimate
 from saobp.propagation.beliefs import without_autocast
 from saobp.refinement import check_count
-from saobp.transformers.apply import attention_modules
-from saobp.transformers.capture import AttentionCall, watch
 
 EXACT_UP_TO = 1024
 """Texts up to this many tokens are measured exactly by method ``auto``."""
 
 
-@contextmanager
 def probe(
     model: nn.Module,
     *,
@@ -39,17 +36,25 @@ def probe(
     beta: float = BETA,
     hops: int = HOPS,
     sampling: Sampling | None = None,
-) -> Iterator[Health]:
+) -> AbstractContextManager[Health]:
     """Context manager that measures every head of ``model`` in each forward; yields its :class:`Health`.
 
     With ``every=n`` only each n-th forward is measured, with ``texts=n`` the first n of a batch. Statistics
     are those of :func:`saobp.metrics.measure` and ``cross_layer_gtd``. ``auto`` samples beyond 1,024 tokens;
-    what it cannot sample, such as clustering, needs ``exact``. Give the compiled model if it is compiled:
+    what it cannot sample, such as clustering, needs ``exact``. A Transformers model outside the attention
+    registry is measured exactly, from the maps that it returns. Give the compiled model if it is compiled:
     measured forwards run eagerly, the others compiled. Afterwards, also after an exception, the model is as
     before.
     """
-    recorder = Recorder(model, statistics, method, texts, beta, hops, sampling)
-    with forwards_of(model, recorder.measuring, every, "the probe"):
+    return WithBlock(
+        _probing(Recorder(model, statistics, method, texts, beta, hops, sampling), every),
+        "saobp.probe(model)",
+    )
+
+
+@contextmanager
+def _probing(recorder: Recorder, every: int) -> Iterator[Health]:
+    with recorder.attached(), forwards_of(recorder.model, recorder.measuring, every, "the probe"):
         yield recorder.health
 
 
@@ -66,7 +71,6 @@ class Recorder:
         hops: int = HOPS,
         sampling: Sampling | None = None,
     ) -> None:
-        attention_modules(model)
         check_path(beta, hops)
         self.across = CROSS_LAYER in statistics
         alone = isinstance(statistics, str)  # refused below
@@ -81,6 +85,15 @@ class Recorder:
         self.model, self.method, self.texts = model, method, texts
         self.beta, self.hops, self.sampling = beta, hops, checked_sampling(sampling)
         self.health = Health(self.statistics)
+        self._observed = ObservedAttention(model, self._record, self.health.skipped.add, texts)
+        if self._observed.from_maps:
+            self.health.measured_from = RETURNED_MAPS
+            if method == "sampled":
+                raise ValueError(
+                    f"{type(model).__name__} computes attention without Transformers' attention registry, so "
+                    "it is measured from the maps that it returns, which are not sampled: use method "
+                    "'exact' or 'auto'"
+                )
         self._calls: dict[str, int] = {}
         self._layers_below: deque[list[Tensor]] = deque(maxlen=hops - 1)
         self._stack = ""
@@ -91,28 +104,29 @@ class Recorder:
         self._calls.clear()
         self._layers_below.clear()
         self.health.forwards += 1
-        with torch.compiler.set_stance("force_eager"), watch(self.model, self._record):
+        with torch.compiler.set_stance("force_eager"), self._observed.observing():
             yield
         self._layers_below.clear()
 
-    def _record(self, call: AttentionCall) -> None:
-        with torch.no_grad(), without_autocast(call.query.device.type):
-            length = call.query.shape[-2]
+    def attached(self) -> AbstractContextManager[None]:
+        """To be entered before a forward whose hooks enter ``measuring``."""
+        return self._observed.attached()
+
+    def _record(self, name: str, stack: str, heads: AttentionInputs) -> None:
+        with torch.no_grad(), without_autocast(heads.query.device.type):
+            length = heads.query.shape[-2]
             sampled = self.method == "sampled" or (self.method == "auto" and length > EXACT_UP_TO)
-            heads = inputs_of(call, self.texts, linear=True)
-            if heads is None:
-                self.health.skipped.add(call.name)
-                return
+            sampled = sampled and not self._observed.from_maps
             if sampled and heads.strength.ndim > 1:
                 raise ValueError(
-                    f"{call.name} has strengths that are not one per head, whose maps cannot be sampled: use "
+                    f"{name} has strengths that are not one per head, whose maps cannot be sampled: use "
                     "method 'exact'"
                 )
             heads = heads.without_empty_texts()
             if not len(heads.query):  # still adds the layer: all processes must reduce alike
                 nothing = exact_estimate(heads.query.new_zeros(heads.query.shape[:2], dtype=torch.float32))
                 estimates = dict.fromkeys(self.statistics, nothing)
-                self.health.add(layer_name(call.name, self._calls), estimates, self._uniform(heads))
+                self.health.add(layer_name(name, self._calls), estimates, self._uniform(heads))
                 return
             averages = HeadAverages(heads.query.shape[1])
             estimates = measure_heads(
@@ -124,8 +138,8 @@ class Recorder:
                 sampling=self._sampling(),
                 on_maps=averages.add if self.across else None,
             )
-            across = self._cross_layer_gtd(call.name, averages.maps) if self.across and not sampled else None
-            self.health.add(layer_name(call.name, self._calls), estimates, self._uniform(heads), across)
+            across = self._cross_layer_gtd(stack, averages.maps) if self.across and not sampled else None
+            self.health.add(layer_name(name, self._calls), estimates, self._uniform(heads), across)
 
     def _sampling(self) -> Sampling:
         """New random draws in every forward, so that errors average out."""
@@ -140,30 +154,18 @@ class Recorder:
             if heads.padding_mask is not None:
                 tokens = heads.padding_mask.sum(-1).float()
             return uniform_map(tokens, causal=heads.causal, beta=self.beta, hops=self.hops)
-        nothing = heads.query.new_zeros(batch, 1, length, 1)
-        visible = None if heads.visible is None else heads.visible[:, :1]
-        even = replace(
-            heads,
-            query=nothing,
-            key=nothing,
-            strength=nothing[0, :, 0, 0],
-            refinement=PLAIN,
-            visible=visible,
-            bias=None,
-        )
         method: Method = "exact" if length <= EXACT_UP_TO else "sampled"
         names = ("gtd", "attention_entropy", "sink_mass")
         estimates = measure_heads(
-            even, method, names, beta=self.beta, hops=self.hops, sampling=self._sampling()
+            heads.even(), method, names, beta=self.beta, hops=self.hops, sampling=self._sampling()
         )
         return UniformMap(*(estimates[name].value[:, 0] for name in names))
 
-    def _cross_layer_gtd(self, name: str, averages: list[Tensor]) -> Tensor | None:
+    def _cross_layer_gtd(self, stack: str, averages: list[Tensor]) -> Tensor | None:
         """Cross-layer GTD of each text for the current layer, from head averages of the layers below.
 
         Separate for encoder and decoder, and for text and image models: their tokens differ.
         """
-        stack = re.split(r"\.\d+(?:\.|$)", name)[0]
         if stack != self._stack or any(
             [rows.shape for rows in below] != [rows.shape for rows in averages]
             for below in self._layers_below
@@ -212,74 +214,3 @@ def layer_name(name: str, calls: dict[str, int]) -> str:
 def unwrapped(name: str) -> str:
     """The name of a module without the prefixes of compiled and distributed models."""
     return re.sub(r"^(?:_orig_mod\.|module\.)+", "", name)
-
-
-@contextmanager
-def forwards_of(
-    model: nn.Module, measuring: Callable[[], AbstractContextManager[None]], every: int, observer: str
-) -> Iterator[None]:
-    """Enter ``measuring`` around each ``every``-th forward; ``observer`` warns if there was none."""
-    check_count("every", every)
-    forwards = ForwardHooks(measuring, every)
-    with forwards.of(model):
-        yield
-    if not forwards.seen:
-        warnings.warn(
-            f"{observer} saw no forward: run the very model that it was given, compiled or not", stacklevel=5
-        )
-
-
-class ForwardHooks:
-    """Enters ``measuring`` around each ``every``-th call of a model."""
-
-    def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:
-        self.measuring, self.every, self.seen = measuring, every, 0
-        self._open: list[ExitStack] = []
-
-    def __deepcopy__(self, _: object) -> ForwardHooks:
-        """Hooks that do nothing: a copy of the model made meanwhile, which keeps them, is not measured."""
-        return ForwardHooks(nullcontext, 1)
-
-    @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Hooks a model; one compiled in place is wrapped, since hooks would run inside its compiled call."""
-        compiled = model.__dict__.get("_compiled_call_impl")
-        if compiled is not None:
-            model.__dict__["_compiled_call_impl"] = self._around(compiled)
-            try:
-                yield
-            finally:
-                model.__dict__["_compiled_call_impl"] = compiled
-            return
-        handles = [
-            model.register_forward_pre_hook(self._before, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before()
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                self._after()
-
-        return call
-
-    def _before(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._open.append(ExitStack())
-        if len(self._open) == 1:
-            self.seen += 1
-            if (self.seen - 1) % self.every == 0:
-                self._open[0].enter_context(self.measuring())
-
-    def _after(self, *_: Any) -> None:
-        if self._open and not torch.compiler.is_compiling():
-            self._open.pop().close()

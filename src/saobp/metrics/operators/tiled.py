@@ -30,7 +30,7 @@ class RowBlockGraph(FactorGraph):
 
 @dataclass(frozen=True)
 class Mask:
-    """The mask of one text, and whether its rows receive messages of earlier rows alone.
+    """The mask of one text, whether its rows receive messages of earlier rows alone, and a bound on scores.
 
     visible and bias are ``[heads or 1, tokens, tokens]``; None means no restriction.
     """
@@ -40,11 +40,12 @@ class Mask:
     visible: Tensor | None = None
     bias: Tensor | None = None
     causal_messages: bool = False
+    softcap: float | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether fused kernels support this mask."""
-        return self.window is None and self.visible is None and self.bias is None
+        return self.window is None and self.visible is None and self.bias is None and self.softcap is None
 
     def rows(self, positions: Tensor, tokens: int) -> Tensor | None:
         """Visible keys of the rows at ``positions``, broadcastable to ``[heads, positions, tokens]``."""
@@ -56,6 +57,11 @@ class Mask:
             near = distance.abs() < self.window
             seen = near if seen is None else seen & near
         return seen
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores bounded softly, as in Gemma 2; as they are without a bound."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 class TiledOperator:
@@ -146,6 +152,7 @@ class TiledOperator:
 
     def _scores(self, positions: Tensor) -> Tensor:
         scores = score_rows(self.query[:, positions], self.key, positions, False, self.scale)
+        scores = capped(scores, self.mask.softcap)
         return scores if self.mask.bias is None else scores + self.mask.bias[:, positions]
 
     def _visible(self, positions: Tensor) -> Tensor | None:
