@@ -16,6 +16,7 @@ from saobp.portable.model_card import card_for, is_untouched, signed
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
 from saobp.storage.atomic import adding_to, replacing
 from saobp.storage.manifest import CARD, MANIFEST, write_manifest
+from saobp.storage.places import check_can_write
 from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
 
@@ -51,9 +52,10 @@ def save(
         raise TypeError(
             f"saobp.save takes a Transformers model, not {type(model).__name__}: give it the model inside"
         )
+    if not str(folder):
+        raise ValueError("name a folder, which is an empty text here")
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{str(path)!r} is a file: name a folder")
+    check_can_write(path)
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
     if getattr(model.config, CONFIG_FIELD, None) is None:
