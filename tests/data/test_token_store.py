@@ -239,6 +239,9 @@ def test_damaged_documents_are_named_in_one_sentence(tmp_path: Path, header: byt
     ) as raised:
         TokenStore.open(folder)
     assert "\n" not in str(raised.value)
+    (folder / "documents.npy").unlink()
+    with pytest.raises(ValueError, match=r"has no documents\.npy; delete .* and prepare it again"):
+        TokenStore.open(folder)
 
 
 @pytest.mark.parametrize(

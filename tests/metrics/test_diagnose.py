@@ -318,8 +318,11 @@ def test_wrong_places_are_refused_before_anything_is_measured(
     text.write_text("some words")
     for arguments, words in (
         (("--text", tmp_path, "--out", tmp_path / "out"), "is a folder: name a file in it"),
-        (("--text", text, "--out", text), "is a file: name a folder by --out"),
-        (("--text", text, "--out", text / "a" / "b"), f"{str(text)!r} is a file: name a folder by --out"),
+        (("--text", text, "--out", text), "is a file: name another folder by --out"),
+        (
+            ("--text", text, "--out", text / "a" / "b"),
+            f"{str(text)!r} is a file: name another folder by --out",
+        ),
         (("--text", text, "--out", tmp_path / "out", "--compare", tmp_path / "none"), "there is no model"),
     ):
         shown = run(folders["bert"], *arguments)

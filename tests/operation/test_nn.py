@@ -138,6 +138,20 @@ def test_a_transformer_encoder_layer_of_pytorch_calls_it(causal: bool, training:
     assert (found - plain).abs().max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_an_encoder_that_was_made_before_may_drop_padding_when_it_evaluates() -> None:
+    """An nn.TransformerEncoder then hands its layers nested tensors."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn = saobp.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, refinement="high:3")
+    encoder.eval()
+    padding = torch.tensor([[False] * LENGTH, *[[False] * 3 + [True] * (LENGTH - 3)] * (BATCH - 1)])
+    wanted = encoder(states(), src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = encoder(states(), src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], wanted[~padding])
+
+
 class VisionTransformer(nn.Module):
     """Patches of 4 x 4 of an 8 x 8 image, two blocks, the mean of all tokens."""
 
@@ -272,7 +286,9 @@ def test_what_cannot_be_is_said() -> None:
     refused(f"query must have {WIDTH} channels, not {WIDTH - 1}", module, narrow, narrow, narrow)
     shape = f"({BATCH}, {LENGTH})"
     refused(f"key_padding_mask must have shape {shape}, not (2, 3)", module, x, x, x, key_padding_mask=hidden)
-    refused("query must be a dense tensor of 2 or 3 dimensions, not of shape (16,)", module, *[x[0, 0]] * 3)
+    refused("query must have 2 or 3 dimensions, not the shape (16,)", module, *[x[0, 0]] * 3)
+    texts = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    refused("give a padded tensor with key_padding_mask", module, *[texts] * 3)
     refused(
         "must hold 0 and minus infinity only", module, x, x, x, key_padding_mask=torch.ones(BATCH, LENGTH)
     )
@@ -289,7 +305,11 @@ def test_what_cannot_be_is_said() -> None:
     refused(sentence, module, x, x, x, attn_mask=square.expand(BATCH + 1, -1, -1))
     refused("leave add_bias_kv, add_zero_attn", saobp.nn.MultiheadAttention, WIDTH, HEADS, add_bias_kv=True)
     refused("leave add_bias_kv, add_zero_attn", saobp.nn.MultiheadAttention, WIDTH, HEADS, kdim=8)
-    refused("embed_dim must be a multiple of num_heads, not 16 and 3", saobp.nn.SelfAttention, WIDTH, 3)
+    for heads in (3, 0, "4"):
+        words = f"embed_dim must be a multiple of num_heads, both whole numbers, not 16 and {heads!r}"
+        for made in (saobp.nn.SelfAttention, saobp.nn.MultiheadAttention):
+            refused(words, made, WIDTH, heads)
+    refused("is_causal must be True or False, not 'no'", saobp.nn.SelfAttention, WIDTH, HEADS, is_causal="no")
     refused("strength 'auto' has no value outside a model", saobp.nn.SelfAttention, WIDTH, HEADS, "high")
     refused("strength lists 2 layers but", saobp.nn.SelfAttention, WIDTH, HEADS, "high:0.1/0.2")
     refused("states must be [batch, length, 16], not of shape", saobp.nn.SelfAttention(WIDTH, HEADS), x[0])

@@ -113,6 +113,17 @@ def test_a_model_without_learned_strengths_keeps_its_groups(tmp_path):
     assert len(optimizer.param_groups) == before
 
 
+@pytest.mark.parametrize("rate", ["fast", -0.01, float("nan"), True])
+def test_wrong_rates_and_swapped_arguments_are_refused(rate):
+    model = fresh("bert", "learned")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"rate must be a learning rate such as 0\.01, not "):
+        separate_strengths(optimizer, model, rate=rate)
+    with pytest.raises(TypeError, match=r"takes an optimiser and then the model, not Bert.* and SGD"):
+        separate_strengths(model, optimizer)
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_compiled_training_step_gives_the_same_gradients(family):
     model, batch = fresh(family, "learned"), tiny_batch()

@@ -302,7 +302,11 @@ def test_a_second_save_replaces_the_model_and_leaves_other_files(portable, tmp_p
     (tmp_path / "notes.txt").write_text("mine")
     saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path, portable=portable)
     write_manifest(tmp_path)
+    parts = [tmp_path / name for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json")]
+    for part in parts:
+        part.write_text("of an earlier, larger model")
     saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path, portable=portable)
+    assert not any(part.exists() for part in parts)
     assert saobp.load(tmp_path).config.saobp["strength"] == 0.25
     assert "`high:0.25`" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -332,5 +336,5 @@ def test_a_save_that_fails_leaves_the_earlier_model_whole(tmp_path, monkeypatch)
         saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="is a file: name a folder"):
+    with pytest.raises(ValueError, match="is a file: name another folder"):
         saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path / "file")

@@ -98,7 +98,7 @@ def test_folders_of_others_are_not_replaced(tmp_path: Path) -> None:
     mine.touch()
     with pytest.raises(ValueError, match="text is there and of no quickstart: name another folder by --out"):
         run(tmp_path)
-    with pytest.raises(ValueError, match=r"thesis\.tex is a file: name a folder by --out"):
+    with pytest.raises(ValueError, match=r"thesis\.tex' is a file: name another folder by --out"):
         run(mine)
     assert mine.exists()
 

@@ -303,6 +303,7 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
     for wrong, sentence in (
         (("--data-dir", "no/data"), "the data folder no/data does not exist"),
         (("--refinement", "hihg"), "unknown factor 'hihg'"),
+        (("--seeds", "42,-1"), "a seed must be a whole number from 0 to below 2**32, not -1"),
         (("--model", "no/such/model"), "there is no model folder"),
     ):
         assert said("--task", "all", *known, *wrong).count(sentence) == 1
@@ -314,6 +315,8 @@ def test_mistakes_get_one_sentence(data_dir, bert, tmp_path):
         finetune(bert, load_task("rte", data_dir), tmp_path, recipe=quick("cola"))
     with pytest.raises(ValueError, match="there is no seed"):
         finetune(bert, load_task("rte", data_dir), tmp_path, seeds=[])
+    with pytest.raises(ValueError, match=r"a seed must be a whole number .*, not 2\.5"):
+        finetune(bert, load_task("rte", data_dir), tmp_path, seeds=[1, 2.5])
 
 
 def test_the_folder_of_a_run_stands_for_its_model(bert, tmp_path):

@@ -166,7 +166,7 @@ def test_a_file_where_a_folder_is_needed_is_called_one() -> None:
     asked = (*QUICK, "--corpus", "prose.txt", "--vocabulary", "60")
     for option, sentence in (
         (("--tokens", "more.txt", "--out", "run"), "'more.txt' cannot be a folder: it is a file"),
-        (("--out", "more.txt"), "more.txt is a file: name a folder for the run"),
+        (("--out", "more.txt"), "'more.txt' is a file: name another folder for the run"),
     ):
         result = run(*asked, *option)
         assert result.exit_code == 1
@@ -188,6 +188,13 @@ def test_a_tokenizer_that_hides_nothing_is_refused_before_anything_is_written(fo
     assert result.exit_code == 1
     assert "masked language modelling needs a tokenizer with a mask token" in said(result)
     assert sorted(path.name for path in folder.iterdir()) == ["more.txt", "prose.txt", "words"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_resuming_where_no_run_is_says_so() -> None:
+    result = run(*QUICK, "--corpus", "prose.txt", "--vocabulary", "60", "--out", "typo", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "There is no run in typo yet, so a new one begins." in said(result)
 
 
 @pytest.mark.usefixtures("folder")

@@ -26,6 +26,7 @@ from saobp.commands.streams import (
 from saobp.progress import ProgressBar, ProgressBars
 from saobp.runs.layout import DIAGNOSIS
 from saobp.storage.model_folders import check_file, checked_folder
+from saobp.storage.places import check_can_write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,9 +100,7 @@ def diagnose(
             check_file(text)
         if model is not None:
             checked_folder(model)
-        there = next(place for place in (out, *out.parents) if place.exists())
-        if not there.is_dir():
-            raise ValueError(f"{str(there)!r} is a file: name a folder by --out")
+        check_can_write(out, "name another folder by --out")
         if (out / DIAGNOSIS).exists() and not overwrite:
             raise ValueError(
                 f"{out} holds a diagnosis: name another by --out, or add --overwrite to replace it"

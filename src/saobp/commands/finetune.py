@@ -44,7 +44,7 @@ def finetune(
         str | None, typer.Option(help="Take this instead of the checkpoint's own; none takes it off.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="So many examples of each split, for a quick look.")
+        int | None, typer.Option(help="So many examples of each split, for a quick look.", min=1)
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the task's own.")] = None,
     batch: Annotated[int | None, typer.Option(help="Examples of a step.")] = None,
@@ -64,14 +64,14 @@ def finetune(
         from saobp.commands.refinement_option import parse_refinement_option
         from saobp.data.tasks import choose_tasks
         from saobp.training.checkpoints import config_of
-        from saobp.training.finetune import recipe_for
+        from saobp.training.finetune import checked_seeds, recipe_for
 
         import_user_code(imports)
         checked_folder(model)
         specs = choose_tasks(task)
         check_data_dir(data_dir)
         recipes = {spec.name: recipe_for(spec, **changes) for spec in specs}
-        numbers = parse_seeds(seeds)
+        numbers = checked_seeds(parse_seeds(seeds))
         if refinement is not None:
             parse_refinement_option(refinement)
         config_of(model)  # checked once, not per task

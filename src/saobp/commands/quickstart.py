@@ -18,6 +18,7 @@ from rich.text import Text
 from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, print_note, print_result, stdout_console
 from saobp.progress import ProgressBars
+from saobp.storage.places import check_can_write
 
 if TYPE_CHECKING:
     from saobp.metrics.diagnosis.diagnose import Diagnosis
@@ -121,8 +122,7 @@ def _checked(refinement: str, out: Path) -> Refinement:
         raise ValueError(
             "the quickstart compares plain attention with a refinement: name one, as in high:learned"
         )
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: name a folder by --out")
+    check_can_write(out, "name another folder by --out")
     for name in ("text", "plain", parsed.factor, "index.html"):
         if (out / name).exists() and not (out / HELD_OUT).exists():
             raise ValueError(f"{out / name} is there and of no quickstart: name another folder by --out")

@@ -12,6 +12,7 @@ from saobp.commands.import_option import Imports, import_user_code
 from saobp.commands.streams import fail, print_result
 from saobp.extras import MissingPackageError
 from saobp.runs.layout import is_run, run_folders
+from saobp.storage.places import check_can_write
 
 
 class Format(StrEnum):
@@ -59,6 +60,8 @@ def report(
         page = (out or base) / "report.html" if (out or base).is_dir() else out or base
         if form is Format.html and page.exists() and not overwrite:
             raise ValueError(f"{page} is there: name another file by --out, or add --overwrite to replace it")
+        place = page.parent if form is Format.html else out or base / "figures"
+        check_can_write(place, "name another place by --out")
         if sentence:
             _explore(runs, sentence)
         if form is Format.html:

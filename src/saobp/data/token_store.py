@@ -116,7 +116,7 @@ class TokenStore:
         expected = self.metadata
         for name in (TOKENS, DOCUMENTS):
             if not (self.folder / name).is_file():
-                raise ValueError(f"{self.folder} is not complete: it has no {name}")
+                raise ValueError(f"{self.folder} has no {name}; delete {self.folder} and prepare it again")
         size, due = (self.folder / TOKENS).stat().st_size, expected.tokens * np.dtype(expected.dtype).itemsize
         if size != due:
             raise ValueError(

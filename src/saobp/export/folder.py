@@ -23,6 +23,7 @@ from saobp.export.formats import (
 )
 from saobp.export.token_model import TokenModel
 from saobp.storage.atomic import replacing, write_atomically
+from saobp.storage.places import check_can_write
 from saobp.timing import Timing, in_turn, wall_clock
 from saobp.version import __version__
 
@@ -116,6 +117,7 @@ def check_request(out: Path, form: str, *, int8: bool) -> None:
     """Raises on what can be refused before a model is loaded."""
     if out.exists():
         raise ValueError(f"{str(out)!r} is there already, and nothing is overwritten: name another by --out")
+    check_can_write(out, "name another folder by --out")
     if form not in FILES:
         raise ValueError(f"{form!r} is no form of export: choose {' or '.join(FILES)}")
     if int8 and form != "onnx":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saobp.functional import attention, attention_with_rows
-from saobp.nn.self_attention import layer_refinement, learned_strengths, split_heads
+from saobp.nn.self_attention import check_sizes, layer_refinement, learned_strengths, split_heads
 from saobp.refinement import Refinement
 
 
@@ -43,6 +43,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "saobp.nn.MultiheadAttention refines self-attention, where every key is a row too: leave "
                 "add_bias_kv, add_zero_attn, kdim and vdim unused"
             )
+        check_sizes(embed_dim, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype
         )
@@ -80,9 +81,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "saobp.nn.MultiheadAttention refines self-attention: pass one tensor as query, key and "
                 "value, or use torch.nn.MultiheadAttention"
             )
-        if query.is_nested or query.ndim not in (2, 3):
-            what = "a nested tensor" if query.is_nested else f"of shape {tuple(query.shape)}"
-            raise ValueError(f"query must be a dense tensor of 2 or 3 dimensions, not {what}")
+        if query.is_nested:
+            if query.layout is not torch.strided or attn_mask is not None or key_padding_mask is not None:
+                raise ValueError(
+                    "nested texts must be of the strided layout and have no masks: give a padded tensor with "
+                    "key_padding_mask"
+                )
+            return self._of_nested(query, is_causal), None
+        if query.ndim not in (2, 3):
+            raise ValueError(f"query must have 2 or 3 dimensions, not the shape {tuple(query.shape)}")
         states = query.unsqueeze(0) if query.ndim == 2 else query
         if query.ndim == 3 and not self.batch_first:
             states = query.transpose(0, 1)
@@ -114,6 +121,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.ndim == 2:
             return output.squeeze(0), None if rows is None else rows.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), rows
+
+    def _of_nested(self, states: Tensor, is_causal: bool) -> Tensor:
+        """Texts without padding, as an nn.TransformerEncoder gives them when it evaluates."""
+        lengths = torch.tensor([len(text) for text in states.unbind()], device=states.device)
+        padded = states.to_padded_tensor(0.0)
+        hidden = torch.arange(padded.shape[1], device=states.device) >= lengths[:, None]
+        output, _ = self(
+            padded, padded, padded, key_padding_mask=hidden, need_weights=False, is_causal=is_causal
+        )
+        texts = [text[:length] for text, length in zip(output, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(texts)
 
     def _check_attn_mask(self, mask: Tensor, batch: int, length: int) -> None:
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):

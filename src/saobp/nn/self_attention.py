@@ -33,8 +33,9 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads, not {embed_dim} and {num_heads}")
+        check_sizes(embed_dim, num_heads)
+        if not isinstance(is_causal, bool):
+            raise ValueError(f"is_causal must be True or False, not {is_causal!r}")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.dropout, self.is_causal = dropout, is_causal
         self.refinement = layer_refinement(refinement, num_heads)
@@ -73,6 +74,16 @@ class SelfAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, refinement={str(self.refinement)!r}, "
             f"dropout={self.dropout}, is_causal={self.is_causal}"
+        )
+
+
+def check_sizes(embed_dim: int, num_heads: int) -> None:
+    """Raise on sizes of which no heads can be made."""
+    whole = all(isinstance(size, int) and size >= 1 for size in (embed_dim, num_heads))
+    if not whole or embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be a multiple of num_heads, both whole numbers, not {embed_dim!r} and "
+            f"{num_heads!r}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -16,9 +16,12 @@ from saobp.portable.model_card import card_for, is_untouched, signed
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
 from saobp.storage.atomic import adding_to, replacing
 from saobp.storage.manifest import CARD, MANIFEST, write_manifest
+from saobp.storage.places import check_can_write
 from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
 
+WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
+"""Names under which Transformers looks for weights, whole or in parts."""
 NEW_CARD = "README-new.md"
 """The card where the folder has another README.md, which stays."""
 
@@ -51,9 +54,10 @@ def save(
         raise TypeError(
             f"saobp.save takes a Transformers model, not {type(model).__name__}: give it the model inside"
         )
+    if not str(folder):
+        raise ValueError("name a folder, which is an empty text here")
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{str(path)!r} is a file: name a folder")
+    check_can_write(path)
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
     if getattr(model.config, CONFIG_FIELD, None) is None:
@@ -75,9 +79,19 @@ def save(
             tokenizer.save_pretrained(new)
         finish_folder(model, new, path.resolve().name, summary, portable=portable)
         _keep_edited_card(path, new)
+        saved = {file.name for file in new.iterdir()}
+    _remove_earlier_weights(path, saved)
     if (path / MANIFEST).exists():
         write_manifest(path)
     return path
+
+
+def _remove_earlier_weights(folder: Path, saved: Collection[str]) -> None:
+    """Remove weight files of the model that was there before: loading might prefer them to those just saved."""
+    for pattern in WEIGHTS:
+        for file in folder.glob(pattern):
+            if file.name not in saved:
+                file.unlink()
 
 
 def _keep_edited_card(folder: Path, new: Path) -> None:

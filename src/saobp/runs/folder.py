@@ -22,6 +22,7 @@ from saobp.storage.atomic import clear_unfinished, fsync, is_unfinished, reason
 from saobp.storage.json_files import append_line, keep_lines_up_to, read_lines, read_object, write_json
 from saobp.storage.locks import BaseFileLock, try_lock
 from saobp.storage.manifest import damage, folder_with_manifest
+from saobp.storage.places import check_can_write
 
 KINDS = ("pretrain", "finetune", "evaluate")
 KEPT_CHECKPOINTS = 2
@@ -107,11 +108,13 @@ class RunFolder:
                 f"the run in {self.path} is finished; its result is in {self.file(RESULT)}: "
                 "name another folder to run again"
             )
+        try:
+            check_can_write(self.path, "name another folder for the run")
+        except ValueError as problem:
+            raise RunError(str(problem)) from None
         if self.has_begun:
             if not resume:
                 raise RunError(f"{self.path} holds an unfinished run: add --resume, or name another folder")
-        elif self.path.is_file():
-            raise RunError(f"{self.path} is a file: name a folder for the run")
         elif self.path.exists() and any(map(_is_foreign, self.path.iterdir())):
             raise RunError(f"{self.path} is not empty and holds no run: name another folder")
 

@@ -128,6 +128,7 @@ def _start_run(
     notify: Callable[[str], object],
 ) -> int | None:
     """Start or continue the run on rank 0; the step of the checkpoint to resume from, if there is one."""
+    is_new = not run.has_begun
     _on_main_process(
         args,
         lambda: RunFolder.start(
@@ -143,7 +144,9 @@ def _start_run(
     )
     start = run.last_good_checkpoint(notify)
     _on_main_process(args, lambda: run.rewind(start or 0))
-    if resume and start is None:
+    if resume and is_new:
+        notify(f"There is no run in {run.path} yet, so a new one begins.")
+    elif resume and start is None:
         notify("There is no whole checkpoint, so the run begins again at step 0.")
     return start
 

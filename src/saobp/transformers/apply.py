@@ -135,7 +135,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"saobp.apply takes a Transformers model, not {type(model).__name__}: give it the model inside, "
-            "before it is compiled or wrapped"
+            "before it is compiled or wrapped, or build one of your own from saobp.nn"
         )
     for field in ("is_encoder_decoder", "add_cross_attention"):
         if getattr(model.config, field, False) and has_decoder(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,11 @@ def separate_strengths(optimizer: torch.optim.Optimizer, model: nn.Module, rate:
     Call it before a scheduler is made: with ``trainer.create_optimizer()``, before ``trainer.train()``.
     Without learned strengths nothing changes.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        found = f"{type(optimizer).__name__} and {type(model).__name__}"
+        raise TypeError(f"separate_strengths takes an optimiser and then the model, not {found}")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise ValueError(f"rate must be a learning rate such as 0.01, not {rate!r}")
     strengths = strength_parameters(model)
     moved = {id(strength) for strength in strengths}
     for group in optimizer.param_groups:

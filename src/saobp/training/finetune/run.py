@@ -65,9 +65,7 @@ def finetune(
         raise ValueError(
             "fine-tuning uses one process and one device: run other seeds or tasks on the others"
         )
-    chosen = list(dict.fromkeys(seeds))
-    if not chosen:
-        raise ValueError("there is no seed to run: give at least one")
+    chosen = checked_seeds(seeds)
     intact_folder(model)
     folder = Path(folder)
     spec = task.spec
@@ -88,6 +86,17 @@ def finetune(
     summary = summarise(results)
     write_json(folder / RESULT, summary)
     return summary
+
+
+def checked_seeds(seeds: Iterable[int]) -> list[int]:
+    """Each seed once; raises on one that no random generator takes."""
+    chosen = list(dict.fromkeys(seeds))
+    if not chosen:
+        raise ValueError("there is no seed to run: give at least one")
+    for seed in chosen:
+        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(f"a seed must be a whole number from 0 to below 2**32, not {seed!r}")
+    return chosen
 
 
 @dataclass
