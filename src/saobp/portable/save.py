@@ -87,7 +87,7 @@ def save(
 
 
 def _remove_earlier_weights(folder: Path, saved: Collection[str]) -> None:
-    """Remove weight files of the model that was there before: loading might prefer them to those just saved."""
+    """Remove weight files of the model that was there before, which loading might prefer."""
     for pattern in WEIGHTS:
         for file in folder.glob(pattern):
             if file.name not in saved:
