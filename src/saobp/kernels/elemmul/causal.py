@@ -63,12 +63,14 @@ class CausalMap:
         self.key_heads, self.value_dim = key.shape[1], value.shape[-1]
         self.arithmetic = torch.promote_types(query.dtype, torch.float32)
         self.maps = map_type(query)
-        self.sums = torch.float64 if query.dtype == torch.float32 else self.arithmetic
         self.mask, self.scale = mask, scale
         self.query = query.to(self.maps).reshape(self.batch * self.key_heads, -1, self.length, self.dim)
         self.key = key.to(self.maps).reshape(-1, self.length, self.dim)
         self.value = value
-        self.width = -(-(self.value_dim + 1) // ALIGNMENT) * ALIGNMENT
+        self.sees_none = None if mask is None else mask.cumsum(1) == 0
+        self.step = min(self.length, GPU_ROWS if query.is_cuda else ROWS)
+        self.later = torch.ones(self.step, self.step, dtype=torch.bool, device=query.device).triu_(1)
+        self.state_shape = state_shape(query, value)
 
     @property
     def rounds(self) -> bool:
@@ -83,12 +85,11 @@ class CausalMap:
 
     def chunks(self) -> list[tuple[int, int]]:
         """First row of each chunk, and the one after its last."""
-        step = GPU_ROWS if self.query.is_cuda else ROWS
-        return [(start, min(start + step, self.length)) for start in range(0, self.length, step)]
+        return [(start, min(start + self.step, self.length)) for start in range(0, self.length, self.step)]
 
     def wide(self, columns: Tensor, last: Tensor | float) -> Tensor:
-        """``[lines, length, value_dim]`` with one column more and zeros up to ``width``, in the type of arithmetic."""
-        wide = columns.new_zeros(*columns.shape[:2], self.width, dtype=self.arithmetic)
+        """``[lines, length, value_dim]`` with one column more and zeros up to the width of states, in the type of arithmetic."""
+        wide = columns.new_zeros(*columns.shape[:2], self.state_shape[-1], dtype=self.arithmetic)
         wide[..., : self.value_dim] = columns
         wide[..., self.value_dim : self.value_dim + 1] = last
         return wide
@@ -101,7 +102,9 @@ class CausalMap:
     def without_padding(self, states: Tensor) -> Tensor:
         """Sets those of padding to 0, in place; ``[lines, length, columns]``."""
         if self.mask is not None:
-            states.view(self.batch, self.heads, *states.shape[1:]).masked_fill_(~self.mask[:, None, :, None], 0.0)
+            states.view(self.batch, self.heads, *states.shape[1:]).masked_fill_(
+                ~self.mask[:, None, :, None], 0.0
+            )
         return states
 
     def queries(self, start: int, stop: int) -> Tensor:
@@ -111,18 +114,16 @@ class CausalMap:
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows of A with the keys up to the last of them, ``[lines, rows, stop]``.
 
-        A row that sees no key, which only padding can be, looks at itself: nothing is made of it.
+        Scores are rounded as eager attention rounds them. A row that sees no key, which only padding can be, looks at
+        itself: nothing is made of it.
         """
-        query = self.queries(start, stop)
-        scores = query.new_empty(*query.shape[:2], stop)
-        torch.baddbmm(scores, query, self.key[:, :stop].mT, beta=0, alpha=self.scale, out=scores)
+        scores = torch.bmm(self.queries(start, stop), self.key[:, :stop].mT).mul_(self.scale)
         scores = scores.view(self.batch, self.heads, stop - start, stop)
         last = scores[..., start:]
-        last.masked_fill_(last.new_ones(last.shape[-2:], dtype=torch.bool).triu_(1), float("-inf"))
-        if self.mask is not None:
+        last.masked_fill_(self.later[: stop - start, : stop - start], float("-inf"))
+        if self.mask is not None and self.sees_none is not None:
             scores.masked_fill_(~self.mask[:, None, None, :stop], float("-inf"))
-            sees_none = self.mask[:, :stop].cumsum(1)[:, None, start:] == 0
-            last.diagonal(dim1=-2, dim2=-1).masked_fill_(sees_none, 0.0)
+            last.diagonal(dim1=-2, dim2=-1).masked_fill_(self.sees_none[:, None, start:stop], 0.0)
         return torch.softmax(scores, -1).flatten(0, 1)
 
 
@@ -131,6 +132,17 @@ def map_type(query: Tensor) -> torch.dtype:
     if query.dtype == torch.bfloat16 and query.is_cuda:
         return query.dtype
     return torch.promote_types(query.dtype, torch.float32)
+
+
+def sum_type(states: torch.dtype) -> torch.dtype:
+    """The type of S: it loses digits where it is led back, which float32 has to spare for half types only."""
+    return torch.float64 if states == torch.float32 else torch.promote_types(states, torch.float32)
+
+
+def state_shape(query: Tensor, value: Tensor) -> tuple[int, int, int]:
+    """``[lines, length, width]``: of [V, 1] and what has a column for each of its columns."""
+    batch, heads, length, _ = query.shape
+    return batch * heads, length, -(-(value.shape[-1] + 1) // ALIGNMENT) * ALIGNMENT
 
 
 def causal_elemmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Forward:
@@ -150,13 +162,15 @@ def causal_elemmul_gradients(
 def _forward(a: CausalMap, dtype: torch.dtype) -> Forward:
     values = a.values()
     found = values.new_empty(values.shape, dtype=a.arithmetic)
-    sums = values.new_zeros(values.shape, dtype=a.sums)
+    sums = values.new_zeros(values.shape, dtype=sum_type(dtype))
     for start, stop in a.chunks():
         rows, here = a.rows(start, stop), values[:, start:stop]
         alike = _product(rows, rows.mT).tril_()
         found[:, start:stop] = torch.bmm(alike, here.to(a.arithmetic))
         if start:
-            found[:, start:stop] += _product_in_parts(rows[..., :start], _parts(sums[:, :start].to(a.arithmetic), a.maps))
+            found[:, start:stop] += _product_in_parts(
+                rows[..., :start], _parts(sums[:, :start].to(a.arithmetic), a.maps)
+            )
         sums[:, :stop] += _product(rows.mT, here)
     if a.mask is not None:
         found += a.floor * values.to(a.arithmetic).cumsum(1)
@@ -180,12 +194,14 @@ def _backward(
     for start, stop in reversed(a.chunks()):
         rows, here, pull = a.rows(start, stop), values[:, start:stop], pulls[:, start:stop]
         sums[:, :stop] -= _product(rows.mT, here)
-        sums[:, start:stop] = 0.0
+        sums[:, start:stop] = (
+            0.0  # of no row before this chunk; not quite so where a product differs from the forward pass's
+        )
         alike = _product(rows, rows.mT)
         pairs = torch.bmm(pull, here.to(a.arithmetic).mT).tril_()
         pairs += pairs.mT.clone()
-        pull_parts = _parts(pull, a.maps)
         earlier, after = (_parts(x[:, :stop].to(a.arithmetic), a.maps) for x in (sums, later))
+        pull_parts = _parts(pull, a.maps)
         reached = _product_in_parts(rows, after)
         d_value[:, start:stop] = reached + torch.bmm(alike.tril().mT, pull)
         left = torch.cat([*pull_parts * len(earlier), *[here] * len(after)], -1)
@@ -193,9 +209,9 @@ def _backward(
         d_rows = _product(left, right.mT)
         later[:, :stop] += _product_in_parts(rows.mT, pull_parts)
         if a.rounds:
+            pair_parts = _parts(pairs, a.maps)
             share = (_product_in_parts(rows, earlier) * _joined(pull_parts)).sum(-1, keepdim=True)
             share += (reached * here).sum(-1, keepdim=True)
-            pair_parts = _parts(pairs, a.maps)
             share += (_joined(pair_parts) * alike).sum(-1, keepdim=True)
             share /= rows.sum(-1, keepdim=True, dtype=a.arithmetic)
             d_rows += _product_and_shift(pair_parts, rows, share)
@@ -209,8 +225,7 @@ def _backward(
         d_key[:, :stop] += _product(d_scores.mT, a.queries(start, stop))
     d_value = d_value[..., : a.value_dim]
     if a.mask is not None:
-        d_value = d_value + a.floor * pulls.flip(1).cumsum(1).flip(1)[..., : a.value_dim]
-        d_value = a.without_padding(d_value)
+        d_value = a.without_padding(d_value + a.floor * pulls.flip(1).cumsum(1).flip(1)[..., : a.value_dim])
     d_value = d_value.unflatten(0, (a.batch, a.key_heads, -1)).sum(2)
     d_key = d_key.mul_(a.scale).view(a.batch, a.key_heads, a.length, a.dim)
     return d_query.view(a.batch, a.heads, a.length, a.dim), d_key.to(dtype), d_value.to(dtype)
