@@ -12,21 +12,19 @@ Backward, with ``G_i = [dO_i, -dO_i . O_i] / z_i``, chunks are taken from the la
     [dV, .] = A T + tril(A A^T)^T G
     dA = G S^T + [V, 1] T^T + (W + W^T) A  with W = tril(G [V, 1]^T)
 
-and dS = A (dA - E), E = rowsum(A dA), as for any softmax. S is led back by subtracting what each chunk added to it.
+and dS = A (dA - E), E = rowsum(A dA), as for any softmax. S is led back by subtracting what each chunk added to it; O and z
+are computed again.
 
 Padding is no node: its V and 1 are 0. Two rows that share no key have similarity ``floor``, as in the specification. It
 matters to padding rows only, since a real row is similar to itself; here it is added, to all rows.
 
-Precision. ``maps`` is the type of what is as large as a chunk of the map, A and dS: bfloat16 for such states on a GPU, at
-least float32 otherwise. Everything narrower is float32 and enters products in two bfloat16 parts: rounded once, G or W alone
-gives a sink's dK more than twice eager's error. Rounded weights do not sum to 1 and dA is as large as E, so E comes
-from the same rounded numbers, and is subtracted within the product that makes dA.
-In float32 S is summed in float64, because subtracting loses the digits by which S shrinks.
+Precision. For bfloat16 on a GPU ``maps``, the type of A and dS, is bfloat16 in products with each other and with queries, keys and
+values, as in eager attention; S and T, and what meets them backward, stay float32: rounded, G or W alone makes a sink's dK
+more than twice as wrong as eager's. All else is at least float32 throughout. For float32, S is a sum in float64,
+because subtracting costs the digits by which S shrinks.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,18 +37,6 @@ ROWS, GPU_ROWS = 64, 128
 
 ALIGNMENT = 8
 """Tensor cores take half types in sizes that are multiples of this."""
-
-
-class Forward(NamedTuple):
-    """Output ``[batch, heads, length, dim]``, and for the backward pass, both ``[lines, length, width]``:
-
-    found: O and 1 / z of each row; 0 where it sees no key
-    sums:  S of each key after the last row
-    """
-
-    output: Tensor
-    found: Tensor
-    sums: Tensor
 
 
 class CausalMap:
@@ -73,11 +59,6 @@ class CausalMap:
         self.state_shape = state_shape(query, value)
 
     @property
-    def rounds(self) -> bool:
-        """Whether A is rounded to a half type."""
-        return self.maps != self.arithmetic
-
-    @property
     def floor(self) -> float:
         """Smallest similarity."""
         precision = torch.finfo(self.arithmetic)
@@ -87,17 +68,26 @@ class CausalMap:
         """First row of each chunk, and the one after its last."""
         return [(start, min(start + self.step, self.length)) for start in range(0, self.length, self.step)]
 
-    def wide(self, columns: Tensor, last: Tensor | float) -> Tensor:
+    def wide(self, columns: Tensor, last: float) -> Tensor:
         """``[lines, length, value_dim]`` with one column more and zeros up to the width of states, in the type of arithmetic."""
-        wide = columns.new_zeros(*columns.shape[:2], self.state_shape[-1], dtype=self.arithmetic)
+        wide = columns.new_zeros(self.state_shape, dtype=self.arithmetic)
         wide[..., : self.value_dim] = columns
-        wide[..., self.value_dim : self.value_dim + 1] = last
+        wide[..., self.value_dim] = last
         return wide
 
     def values(self) -> Tensor:
-        """[V, 1] of each row, 0 for padding: ``[lines, length, width]`` in the type of maps, in which they are exact."""
+        """[V, 1] of each row, 0 for padding: ``[lines, length, width]`` in the type of arithmetic."""
         value = share_heads(self.value, self.heads).reshape(-1, self.length, self.value_dim)
-        return self.without_padding(self.wide(value, 1.0)).to(self.maps)
+        return self.without_padding(self.wide(value, 1.0))
+
+    def floors(self, values: Tensor) -> Tensor | None:
+        """What ``floor`` adds to z [O, 1] of each row; None without padding, where it is nothing."""
+        return None if self.mask is None else self.floor * values.cumsum(1)
+
+    def inverse(self, found: Tensor) -> Tensor:
+        """1 / z ``[lines, rows, 1]`` of z [O, 1]; 0 for rows that see no key."""
+        total = found[..., self.value_dim : self.value_dim + 1]
+        return total.reciprocal().masked_fill_(total == 0, 0.0)
 
     def without_padding(self, states: Tensor) -> Tensor:
         """Sets those of padding to 0, in place; ``[lines, length, columns]``."""
@@ -111,7 +101,7 @@ class CausalMap:
         """``[batch * key_heads, rows, dim]``, those of all heads that share a key head."""
         return self.query[:, :, start:stop].flatten(1, 2)
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows of A with the keys up to the last of them, ``[lines, rows, stop]``.
 
         Scores are rounded as eager attention rounds them. A row that sees no key, which only padding can be, looks at
@@ -124,118 +114,104 @@ class CausalMap:
         if self.mask is not None and self.sees_none is not None:
             scores.masked_fill_(~self.mask[:, None, None, :stop], float("-inf"))
             last.diagonal(dim1=-2, dim2=-1).masked_fill_(self.sees_none[:, None, start:stop], 0.0)
-        return torch.softmax(scores, -1).flatten(0, 1)
+        return torch.softmax(scores, -1, dtype=dtype).flatten(0, 1)
 
 
 def map_type(query: Tensor) -> torch.dtype:
-    """The type of A for these queries: bfloat16 only where products in it are fast."""
+    """The type of A in products: bfloat16 only where these are fast."""
     if query.dtype == torch.bfloat16 and query.is_cuda:
         return query.dtype
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def sum_type(states: torch.dtype) -> torch.dtype:
-    """The type of S: it loses digits where it is led back, which float32 has to spare for half types only."""
+    """The type of S between the forward and the backward pass."""
     return torch.float64 if states == torch.float32 else torch.promote_types(states, torch.float32)
 
 
 def state_shape(query: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """``[lines, length, width]``: of [V, 1] and what has a column for each of its columns."""
+    """``[lines, length, width]``: of [V, 1] and of what has a column for each of its columns."""
     batch, heads, length, _ = query.shape
     return batch * heads, length, -(-(value.shape[-1] + 1) // ALIGNMENT) * ALIGNMENT
 
 
-def causal_elemmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Forward:
-    """Arguments as of :class:`CausalMap`."""
+def causal_elemmul(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output ``[batch, heads, length, dim]``, and S after the last row ``[lines, length, width]``; arguments as of
+    :class:`CausalMap`."""
     with without_autocast(query.device.type):
         return _forward(CausalMap(query, key, value, mask, scale), query.dtype)
 
 
 def causal_elemmul_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, found: Tensor, sums: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value from that of the output; ``found`` and ``sums`` are those of :class:`Forward`."""
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from that of the output and S after the last row."""
     with without_autocast(query.device.type):
-        return _backward(CausalMap(query, key, value, mask, scale), grad, found, sums.clone(), query.dtype)
+        return _backward(CausalMap(query, key, value, mask, scale), grad, sums.clone(), query.dtype)
 
 
-def _forward(a: CausalMap, dtype: torch.dtype) -> Forward:
+def _forward(a: CausalMap, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = a.values()
-    found = values.new_empty(values.shape, dtype=a.arithmetic)
+    rounded = values.to(a.maps)
+    found = torch.empty_like(values)
     sums = values.new_zeros(values.shape, dtype=sum_type(dtype))
     for start, stop in a.chunks():
-        rows, here = a.rows(start, stop), values[:, start:stop]
+        rows = a.rows(start, stop, a.maps)
         alike = _product(rows, rows.mT).tril_()
-        found[:, start:stop] = torch.bmm(alike, here.to(a.arithmetic))
+        found[:, start:stop] = torch.bmm(alike, values[:, start:stop])
         if start:
-            found[:, start:stop] += _product_in_parts(
-                rows[..., :start], _parts(sums[:, :start].to(a.arithmetic), a.maps)
-            )
-        sums[:, :stop] += _product(rows.mT, here)
-    if a.mask is not None:
-        found += a.floor * values.to(a.arithmetic).cumsum(1)
-    total = found[..., a.value_dim : a.value_dim + 1]
-    inverse = total.reciprocal().masked_fill_(total == 0, 0.0)
-    found *= inverse
-    total.copy_(inverse)
+            found[:, start:stop] += _product(rows[..., :start], sums[:, :start].to(a.maps))
+        sums[:, :stop] += _product(rows.mT, rounded[:, start:stop])
+    if (floors := a.floors(values)) is not None:
+        found += floors
+    found *= a.inverse(found)
     output = found.new_empty(a.batch, a.length, a.heads, a.value_dim, dtype=dtype).transpose(1, 2)
     output.copy_(found[..., : a.value_dim].view(output.shape))
-    return Forward(output, found, sums)
+    return output, sums
 
 
-def _backward(
-    a: CausalMap, grad: Tensor, found: Tensor, sums: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites ``sums``."""
-    values, pulls = a.values(), _pulls(a, grad, found)
-    later, d_value = torch.zeros_like(pulls), torch.empty_like(pulls)
+def _backward(a: CausalMap, grad: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Overwrites ``sums``. ``earlier`` is S before a chunk, ``later`` T, ``pulls`` is G once a chunk has been reached."""
+    values, pulls = a.values(), a.wide(grad.reshape(-1, a.length, a.value_dim), 0.0)
+    rounded, floors = values.to(a.maps), a.floors(values)
+    states = torch.cat([torch.zeros_like(values), torch.zeros_like(values)], -1)
+    earlier, later = states.chunk(2, -1)
     d_query = a.query.new_empty(a.query.shape, dtype=dtype)
     d_key = a.key.new_zeros(a.key.shape, dtype=a.arithmetic)
+    d_value = torch.empty_like(values)
     for start, stop in reversed(a.chunks()):
-        rows, here, pull = a.rows(start, stop), values[:, start:stop], pulls[:, start:stop]
-        sums[:, :stop] -= _product(rows.mT, here)
-        sums[:, start:stop] = (
-            0.0  # of no row before this chunk; not quite so where a product differs from the forward pass's
-        )
-        alike = _product(rows, rows.mT)
-        pairs = torch.bmm(pull, here.to(a.arithmetic).mT).tril_()
-        pairs += pairs.mT.clone()
-        earlier, after = (_parts(x[:, :stop].to(a.arithmetic), a.maps) for x in (sums, later))
-        pull_parts = _parts(pull, a.maps)
-        reached = _product_in_parts(rows, after)
-        d_value[:, start:stop] = reached + torch.bmm(alike.tril().mT, pull)
-        left = torch.cat([*pull_parts * len(earlier), *[here] * len(after)], -1)
-        right = torch.cat([one for one in earlier for _ in pull_parts] + after, -1)
-        d_rows = _product(left, right.mT)
-        later[:, :stop] += _product_in_parts(rows.mT, pull_parts)
-        if a.rounds:
-            pair_parts = _parts(pairs, a.maps)
-            share = (_product_in_parts(rows, earlier) * _joined(pull_parts)).sum(-1, keepdim=True)
-            share += (reached * here).sum(-1, keepdim=True)
-            share += (_joined(pair_parts) * alike).sum(-1, keepdim=True)
-            share /= rows.sum(-1, keepdim=True, dtype=a.arithmetic)
-            d_rows += _product_and_shift(pair_parts, rows, share)
-            d_scores = torch.mul(d_rows, rows, out=rows)
-        else:
-            d_rows.baddbmm_(pairs, rows)
-            d_scores = torch._softmax_backward_data(d_rows, rows, -1, rows.dtype)
+        rows = a.rows(start, stop, a.arithmetic)
+        rounded_rows = rows.to(a.maps)
+        here, pull = values[:, start:stop], pulls[:, start:stop]
+        sums[:, :stop] -= _product(rounded_rows.mT, rounded[:, start:stop])
+        earlier[:, :start] = sums[:, :start]
+        earlier[:, start:stop] = 0.0
+        alike = _product(rounded_rows, rounded_rows.mT).tril_()
+        reached = torch.bmm(rows, states[:, :stop])
+        found, d_value[:, start:stop] = reached.chunk(2, -1)
+        found = found + torch.bmm(alike, here)
+        if floors is not None:
+            found += floors[:, start:stop]
+        inverse = a.inverse(found)
+        pull[..., a.value_dim] = -(pull * found).sum(-1) * inverse[..., 0]
+        pull *= inverse
+        d_value[:, start:stop] += torch.bmm(alike.mT, pull)
+        pairs = torch.bmm(pull, here.mT).tril_()
+        d_rows = torch.bmm(torch.cat([pull, here], -1), states[:, :stop].mT)
+        d_rows.baddbmm_(pairs + pairs.mT, rows)
+        later[:, :stop] += torch.bmm(rows.mT, pull)
+        d_scores = torch._softmax_backward_data(d_rows, rows, -1, rows.dtype).to(a.maps)
         d_scores = d_scores.view(len(a.key), -1, stop)
         d_queries = _product(d_scores, a.key[:, :stop]).mul_(a.scale)
         d_query[:, :, start:stop] = d_queries.view_as(d_query[:, :, start:stop])
         d_key[:, :stop] += _product(d_scores.mT, a.queries(start, stop))
-    d_value = d_value[..., : a.value_dim]
     if a.mask is not None:
-        d_value = a.without_padding(d_value + a.floor * pulls.flip(1).cumsum(1).flip(1)[..., : a.value_dim])
-    d_value = d_value.unflatten(0, (a.batch, a.key_heads, -1)).sum(2)
+        d_value += a.floor * pulls.flip(1).cumsum(1).flip(1)
+    d_value = a.without_padding(d_value)[..., : a.value_dim].unflatten(0, (a.batch, a.key_heads, -1)).sum(2)
     d_key = d_key.mul_(a.scale).view(a.batch, a.key_heads, a.length, a.dim)
     return d_query.view(a.batch, a.heads, a.length, a.dim), d_key.to(dtype), d_value.to(dtype)
-
-
-def _pulls(a: CausalMap, grad: Tensor, found: Tensor) -> Tensor:
-    """G of each row, ``[lines, length, width]``."""
-    grad = grad.reshape(-1, a.length, a.value_dim).to(a.arithmetic)
-    delta = (grad * found[..., : a.value_dim]).sum(-1, keepdim=True)
-    return a.wide(grad, -delta).mul_(found[..., a.value_dim : a.value_dim + 1])
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -245,29 +221,3 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())
-
-
-def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """``x`` as one or two tensors of this type that add up to it."""
-    first = x.to(dtype)
-    return [first] if dtype == x.dtype else [first, (x - first).to(dtype)]
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The sum of two parts, in float32."""
-    return parts[0].float() + parts[1]
-
-
-def _product_in_parts(left: Tensor, parts: list[Tensor]) -> Tensor:
-    """``left @ sum(parts)``."""
-    product = _product(left, torch.cat(parts, -1))
-    return product if len(parts) == 1 else product.unflatten(-1, (2, -1)).sum(-2)
-
-
-def _product_and_shift(parts: list[Tensor], rows: Tensor, shift: Tensor) -> Tensor:
-    """``sum(parts) @ rows - shift``, in one product; shift ``[lines, rows, 1]`` float32."""
-    shift_parts = _parts(-shift, rows.dtype)
-    shift_parts += _parts(-shift - _joined(shift_parts), rows.dtype)
-    padding = rows.new_zeros(*shift.shape[:2], ALIGNMENT - len(shift_parts))
-    ones = rows.new_ones(len(rows), ALIGNMENT, rows.shape[-1])
-    return _product(torch.cat([*parts, *shift_parts, padding], -1), torch.cat([rows, rows, ones], 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saobp.kernels.elemmul.causal import causal_elemmul, causal_elemmul_gradients, state_shape, sum_type
@@ -25,16 +24,12 @@ def causal_elemmul_attention(
     return output
 
 
-def _fake_forward(query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _scale: float) -> Any:
+def _fake_forward(
+    query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _scale: float
+) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    arithmetic = torch.promote_types(query.dtype, torch.float32)
-    shape = state_shape(query, value)
-    return (
-        output,
-        query.new_empty(shape, dtype=arithmetic),
-        query.new_empty(shape, dtype=sum_type(query.dtype)),
-    )
+    return output, query.new_empty(state_shape(query, value), dtype=sum_type(query.dtype))
 
 
 def _fake_backward(_grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
@@ -51,11 +46,11 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> tuple[Tensor |
 
 
 FORWARD = operator(
-    "causal_elemmul", f"({INPUTS}, float scale) -> (Tensor, Tensor, Tensor)", causal_elemmul, _fake_forward
+    "causal_elemmul", f"({INPUTS}, float scale) -> (Tensor, Tensor)", causal_elemmul, _fake_forward
 )
 BACKWARD = operator(
     "causal_elemmul_backward",
-    f"(Tensor grad, {INPUTS}, Tensor found, Tensor sums, float scale) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, {INPUTS}, Tensor sums, float scale) -> (Tensor, Tensor, Tensor)",
     causal_elemmul_gradients,
     _fake_backward,
 )
