@@ -18,10 +18,10 @@ are computed again.
 Padding is no node: its V and 1 are 0. Two rows that share no key have similarity ``floor``, as in the specification. It
 matters to padding rows only, since a real row is similar to itself; here it is added, to all rows.
 
-Precision. For bfloat16 on a GPU ``maps``, the type of A and dS, is bfloat16 in products with each other and with queries, keys and
-values, as in eager attention; S and T, and what meets them backward, stay float32: rounded, G or W alone makes a sink's dK
-more than twice as wrong as eager's. All else is at least float32 throughout. For float32, S is a sum in float64,
-because subtracting costs the digits by which S shrinks.
+Precision. For bfloat16 on a GPU ``maps``, the type of A in products, is bfloat16 in the forward pass, where S is summed up and
+where it is led back, and so is dS where it meets queries and keys, as in eager attention. All other products are float32:
+rounded, any of G, W and A A^T alone makes a sink's dK more than twice as wrong as eager's. Other types are at least float32
+throughout. For float32, S is summed in float64, because subtracting costs the digits by which S shrinks.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ def _forward(a: CausalMap, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for start, stop in a.chunks():
         rows = a.rows(start, stop, a.maps)
         alike = _product(rows, rows.mT).tril_()
-        found[:, start:stop] = torch.bmm(alike, values[:, start:stop])
+        torch.bmm(alike, values[:, start:stop], out=found[:, start:stop])
         if start:
-            found[:, start:stop] += _product(rows[..., :start], sums[:, :start].to(a.maps))
-        sums[:, :stop] += _product(rows.mT, rounded[:, start:stop])
+            found[:, start:stop].add_(_product(rows[..., :start], sums[:, :start].to(a.maps)))
+        sums[:, :stop].add_(_product(rows.mT, rounded[:, start:stop]))
     if (floors := a.floors(values)) is not None:
         found += floors
     found *= a.inverse(found)
@@ -183,30 +183,29 @@ def _backward(a: CausalMap, grad: Tensor, sums: Tensor, dtype: torch.dtype) -> t
     d_value = torch.empty_like(values)
     for start, stop in reversed(a.chunks()):
         rows = a.rows(start, stop, a.arithmetic)
-        rounded_rows = rows.to(a.maps)
         here, pull = values[:, start:stop], pulls[:, start:stop]
-        sums[:, :stop] -= _product(rounded_rows.mT, rounded[:, start:stop])
+        sums[:, :stop].sub_(_product(rows.to(a.maps).mT, rounded[:, start:stop]))
         earlier[:, :start] = sums[:, :start]
         earlier[:, start:stop] = 0.0
-        alike = _product(rounded_rows, rounded_rows.mT).tril_()
+        alike = torch.bmm(rows, rows.mT).tril_()
         reached = torch.bmm(rows, states[:, :stop])
-        found, d_value[:, start:stop] = reached.chunk(2, -1)
-        found = found + torch.bmm(alike, here)
+        from_earlier, from_later = reached.chunk(2, -1)
+        found = torch.baddbmm(from_earlier, alike, here)
         if floors is not None:
             found += floors[:, start:stop]
         inverse = a.inverse(found)
         pull[..., a.value_dim] = -(pull * found).sum(-1) * inverse[..., 0]
         pull *= inverse
-        d_value[:, start:stop] += torch.bmm(alike.mT, pull)
+        torch.baddbmm(from_later, alike.mT, pull, out=d_value[:, start:stop])
         pairs = torch.bmm(pull, here.mT).tril_()
         d_rows = torch.bmm(torch.cat([pull, here], -1), states[:, :stop].mT)
         d_rows.baddbmm_(pairs + pairs.mT, rows)
-        later[:, :stop] += torch.bmm(rows.mT, pull)
+        later[:, :stop].baddbmm_(rows.mT, pull)
         d_scores = torch._softmax_backward_data(d_rows, rows, -1, rows.dtype).to(a.maps)
         d_scores = d_scores.view(len(a.key), -1, stop)
         d_queries = _product(d_scores, a.key[:, :stop]).mul_(a.scale)
         d_query[:, :, start:stop] = d_queries.view_as(d_query[:, :, start:stop])
-        d_key[:, :stop] += _product(d_scores.mT, a.queries(start, stop))
+        d_key[:, :stop].add_(_product(d_scores.mT, a.queries(start, stop)))
     if a.mask is not None:
         d_value += a.floor * pulls.flip(1).cumsum(1).flip(1)
     d_value = a.without_padding(d_value)[..., : a.value_dim].unflatten(0, (a.batch, a.key_heads, -1)).sum(2)
