@@ -95,16 +95,16 @@ class Count(TorchDispatchMode):
         return f"{self.launches} | {self.bytes / 1e9:.1f} | {half:.0f} | {single:.0f} |"
 
 
-def counted(length: int, heads: int) -> None:
+def counted(length: int, heads: int, states: torch.dtype, maps: torch.dtype) -> None:
     """As on a GPU, with tensors that have no numbers."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right, **({"out_dtype": torch.float32} if left.element_size() == 2 else {}))
 
     shape = (1, heads, length, DIM)
-    query, key, value, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    query, key, value, grad = (torch.empty(shape, dtype=states, device="meta") for _ in range(4))
     with (
-        patch.object(causal, "map_type", lambda query: query.dtype),
+        patch.object(causal, "map_type", lambda _: maps),
         patch.object(causal, "ROWS", causal.GPU_ROWS),
         patch.object(causal, "_product", product),
     ):
@@ -112,7 +112,8 @@ def counted(length: int, heads: int) -> None:
             _, sums = causal.causal_elemmul(query, key, value, None, DIM**-0.5)
         with Count() as backward:
             causal.causal_elemmul_gradients(grad, query, key, value, None, sums, DIM**-0.5)
-    print(f"| {length} | forward | {forward}\n| {length} | backward | {backward}")
+    for name, count in (("forward", forward), ("backward", backward)):
+        print(f"| {length} | {str(states).removeprefix('torch.')} | {name} | {count}")
 
 
 def main() -> None:
@@ -127,9 +128,11 @@ def main() -> None:
     heads = options.heads or (8 if options.device == "cpu" and not options.count else 256)
     torch.manual_seed(0)
     if options.count:
-        print("| tokens | pass | launches | GB | GFLOP bfloat16 | GFLOP float32 |\n|---|---|---|---|---|---|")
+        print("| tokens | states | pass | launches | GB | GFLOP bfloat16 | GFLOP float32 |")
+        print("|---|---|---|---|---|---|---|")
         for length in options.lengths or [1024]:
-            counted(length, heads)
+            counted(length, heads, torch.bfloat16, torch.bfloat16)
+            counted(length, heads, torch.float16, torch.float32)
         return
     print("| tokens | forward, whole map, ms | chunks | forward + backward, reference | chunks |")
     print("|---|---|---|---|---|")

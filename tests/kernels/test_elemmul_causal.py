@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -248,3 +250,17 @@ def test_packed_sequences_are_as_alone() -> None:
         alone = [one[:, :, start:stop] for one in (inputs.query, inputs.key, inputs.value)]
         expected = saobp.attention(*alone, ELEMMUL, is_causal=True, backend="reference")[0].transpose(0, 1)
         torch.testing.assert_close(found[start:stop], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_triton_is_not_needed() -> None:
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        import saobp
+        states = torch.randn(3, 1, 2, 130, 8, requires_grad=True).unbind()
+        assert saobp.explain(*states, "elemmul", is_causal=True).name == "chunked"
+        saobp.attention(*states, "elemmul", is_causal=True).sum().backward()
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
