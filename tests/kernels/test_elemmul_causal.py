@@ -81,10 +81,20 @@ def test_nearly_uniform_heads(times: float, offset: float, dtype: torch.dtype) -
     check(replace(plain, query=times * plain.query, value=plain.value + offset))
 
 
-@pytest.mark.parametrize("gap", [2.0, 20.0])
+@pytest.mark.parametrize("gap", [2.0, 4.0, 20.0])
 def test_the_states_led_back_keep_their_digits(gap: float) -> None:
     """The first rows of a long text have the largest gradients and the smallest part of the states."""
     check(collapsed_inputs(attention_inputs(1, 1, 1000, 16, device=DEVICE), gap))
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "gap", "seed"), [(200, 32, 2.0, 14), (200, 32, 3.0, 107), (260, 128, 8.5, 59)], ids=str
+)
+def test_errors_that_all_rows_of_a_sink_share(
+    length: int, dim: int, gap: float, seed: int, dtype: torch.dtype
+) -> None:
+    """Products of rounded weights with each other, as few as those of a chunk, went over the budget here."""
+    check(collapsed_inputs(attention_inputs(1, 2, length, dim, dtype=dtype, device=DEVICE, seed=seed), gap))
 
 
 def test_gradients_are_those_of_differences(monkeypatch: pytest.MonkeyPatch) -> None:

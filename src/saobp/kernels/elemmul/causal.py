@@ -21,7 +21,7 @@ matters to padding rows only, since a real row is similar to itself; here it is 
 Precision. For bfloat16 on a GPU ``maps``, the type of A in products, is bfloat16 in the forward pass, where S is summed up and
 where it is led back, and so is dS where it meets queries and keys, as in eager attention. All other products are float32:
 rounded, any of G, W and A A^T alone makes a sink's dK more than twice as wrong as eager's. Other types are at least float32
-throughout. For float32, S is summed in float64, because subtracting costs the digits by which S shrinks.
+throughout.
 """
 
 from __future__ import annotations
@@ -124,11 +124,6 @@ def map_type(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-def sum_type(states: torch.dtype) -> torch.dtype:
-    """The type of S between the forward and the backward pass."""
-    return torch.float64 if states == torch.float32 else torch.promote_types(states, torch.float32)
-
-
 def state_shape(query: Tensor, value: Tensor) -> tuple[int, int, int]:
     """``[lines, length, width]``: of [V, 1] and of what has a column for each of its columns."""
     batch, heads, length, _ = query.shape
@@ -149,14 +144,14 @@ def causal_elemmul_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from that of the output and S after the last row."""
     with without_autocast(query.device.type):
-        return _backward(CausalMap(query, key, value, mask, scale), grad, sums.clone(), query.dtype)
+        return _backward(CausalMap(query, key, value, mask, scale), grad, sums, query.dtype)
 
 
 def _forward(a: CausalMap, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = a.values()
     rounded = values.to(a.maps)
     found = torch.empty_like(values)
-    sums = values.new_zeros(values.shape, dtype=sum_type(dtype))
+    sums = torch.zeros_like(values)
     for start, stop in a.chunks():
         rows = a.rows(start, stop, a.maps)
         alike = _product(rows, rows.mT).tril_()
@@ -173,10 +168,10 @@ def _forward(a: CausalMap, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _backward(a: CausalMap, grad: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites ``sums``. ``earlier`` is S before a chunk, ``later`` T, ``pulls`` is G once a chunk has been reached."""
+    """Of a chunk, ``earlier`` is S before it, ``later`` T after it, and ``pulls`` is G, which begins as dO."""
     values, pulls = a.values(), a.wide(grad.reshape(-1, a.length, a.value_dim), 0.0)
     rounded, floors = values.to(a.maps), a.floors(values)
-    states = torch.cat([torch.zeros_like(values), torch.zeros_like(values)], -1)
+    states = torch.cat([sums, torch.zeros_like(sums)], -1)
     earlier, later = states.chunk(2, -1)
     d_query = a.query.new_empty(a.query.shape, dtype=dtype)
     d_key = a.key.new_zeros(a.key.shape, dtype=a.arithmetic)
@@ -184,9 +179,8 @@ def _backward(a: CausalMap, grad: Tensor, sums: Tensor, dtype: torch.dtype) -> t
     for start, stop in reversed(a.chunks()):
         rows = a.rows(start, stop, a.arithmetic)
         here, pull = values[:, start:stop], pulls[:, start:stop]
-        sums[:, :stop].sub_(_product(rows.to(a.maps).mT, rounded[:, start:stop]))
-        earlier[:, :start] = sums[:, :start]
-        earlier[:, start:stop] = 0.0
+        earlier[:, :stop].sub_(_product(rows.to(a.maps).mT, rounded[:, start:stop]))
+        earlier[:, start:stop] = 0.0  # no earlier row sees these keys: what subtracting leaves is rounding
         alike = torch.bmm(rows, rows.mT).tril_()
         reached = torch.bmm(rows, states[:, :stop])
         from_earlier, from_later = reached.chunk(2, -1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from saobp.kernels.elemmul.causal import causal_elemmul, causal_elemmul_gradients, state_shape, sum_type
+from saobp.kernels.elemmul.causal import causal_elemmul, causal_elemmul_gradients, state_shape
 from saobp.kernels.runtime.custom_op import operator, register_autograd
 
 INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
@@ -29,7 +30,8 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return output, query.new_empty(state_shape(query, value), dtype=sum_type(query.dtype))
+    arithmetic = torch.promote_types(query.dtype, torch.float32)
+    return output, query.new_empty(state_shape(query, value), dtype=arithmetic)
 
 
 def _fake_backward(_grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
