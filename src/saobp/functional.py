@@ -83,7 +83,8 @@ def attention(
 
     backend ``auto`` takes the fused kernels on a CUDA GPU where they support the call and warns once why
     where they do not; ``fused`` raises instead. On a CPU, ``auto`` takes a faster path where no gradient is
-    needed; for ``none`` it takes PyTorch's own attention. ``reference`` is the specification.
+    needed; for ``none`` it takes PyTorch's own attention. Causal ElemMul is computed in chunks of rows, on a
+    CPU from 128 tokens on, with gradients too. ``reference`` is the specification.
 
     Queries may differ in number from keys where that has a meaning: without causality (all queries then
     count as real), or for causal ``none`` and the listing factors (the last query is aligned with the last
@@ -115,6 +116,10 @@ def attention(
             query, key, value, refinement, strength, strongest=call.strongest,
             padding_mask=padding_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
+    if path.name == "chunked":
+        from saobp.kernels.elemmul.causal_operator import causal_elemmul_attention
+
+        return causal_elemmul_attention(query, key, value, padding_mask, scale)
     graph = checked.graph()
     if path.name == "cpu inference":
         output = cpu_attention(query, key, value, refinement, strength, graph, scale=scale)

@@ -114,7 +114,8 @@ def attention_packed(
         q, k, v, refinement, strength, backend=backend,
         is_causal=is_causal, scale=scale, dropout_p=dropout_p, strongest=strongest, longest=longest,
     )  # fmt: skip
-    fused = select_path(call).name == "fused"
+    path = select_path(call).name
+    fused = path == "fused"
     if not (fused and cu_seqlens.is_cuda):
         _check_values(cu_seqlens, max_seqlen, total)
     if fused:
@@ -134,7 +135,7 @@ def attention_packed(
     padded = attention(
         q, k, v, refinement,
         attention_mask=mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-        backend="reference", strength=strength,
+        backend="auto" if path == "chunked" else "reference", strength=strength,
     )  # fmt: skip
     return padded.transpose(1, 2)[mask]
 

@@ -14,6 +14,7 @@ from saobp.kernels.dispatch import for_cuda_graph, is_for_cuda_graph, select, se
 HIGH = Refinement("high", 0.2)
 TWO_STEPS = Refinement("high", 0.2, steps=2)
 KEY_BIAS = Refinement("high-key-bias", 0.2)
+ELEMMUL = Refinement("elemmul")
 PART_OF_ROWS = Refinement("high-key-bias", 0.2, message_stride=2)
 
 
@@ -61,11 +62,29 @@ def test_sizes_and_types_choose_the_family(given: Call, family: str) -> None:
         (call(129, Refinement("high", 6, steps=2)), "reference", "strength 6 in 2 steps leaves rows"),
         (call(128, Refinement("high", 6, steps=2)), "fused", "2 steps"),
         (call(129, Refinement("high", 4, steps=2)), "fused", "2 steps"),
+        (call(refinement=ELEMMUL, is_causal=True), "chunked", "linear attention over chunks of rows"),
+        (call(20, ELEMMUL, is_causal=True, dtype=torch.float64), "chunked", "20 tokens, head size 64"),
+        (call(refinement=ELEMMUL, is_causal=True, dropout_p=0.1), "reference", "dropout on 'elemmul' needs"),
+        (call(refinement=ELEMMUL, is_causal=True, window=9), "reference", "not know a sliding window of 9"),
+        (call(refinement=ELEMMUL, is_causal=True, has_attn_mask=True), "reference", "do not know attn_mask"),
+        (call(refinement=ELEMMUL, is_causal=True, traced=True), "reference", "torch.func needs"),
+        (call(refinement=ELEMMUL, is_causal=True, device="xpu"), "reference", "the tensors are on xpu"),
+        (call(0, ELEMMUL, is_causal=True), "reference", "nothing to compute"),
         (
-            call(refinement=Refinement("elemmul"), is_causal=True),
+            call(refinement=Refinement("elemmul", steps=2), is_causal=True),
             "reference",
-            "causal 'elemmul' has no kernel and multiplies whole maps, in time that grows with the cube",
+            "2 steps were asked for and chunks of rows",
         ),
+        (
+            call(refinement=Refinement("elemmul-prior"), is_causal=True),
+            "reference",
+            "factor 'elemmul-prior' has no kernel",
+        ),
+        (call(128, ELEMMUL, is_causal=True, device="cpu"), "chunked", "128 tokens"),
+        (call(128, ELEMMUL, is_causal=True, device="cpu", values_only=True), "chunked", "128 tokens"),
+        (call(127, ELEMMUL, is_causal=True, device="cpu"), "reference", "up to 127 tokens take less time"),
+        (call(200, ELEMMUL, is_causal=True, device="cpu", longest=100), "reference", "up to 127 tokens"),
+        (call(127, ELEMMUL, is_causal=True, device="cpu", values_only=True), "cpu inference", "values"),
         (call(refinement=Refinement("high", 9.0)), "reference", "strength 9 is more than the 8"),
         (
             call(has_attn_mask=True, is_causal=True),

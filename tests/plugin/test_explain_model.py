@@ -37,6 +37,22 @@ def test_why_a_layer_computes_its_whole_map(family, options, reason):
             raise ValueError(layer.reason)
 
 
+def test_long_causal_elemmul_goes_by_chunks_of_rows(monkeypatch):
+    model = saobp.apply(tiny_model("llama"), "elemmul").train()
+    ids = torch.arange(300).view(2, 150) % 50 + 3
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    assert [layer.path.name for layer in saobp.explain(model, batch)] == ["chunked"] * 2
+    weights = list(model.parameters())
+    found = torch.autograd.grad(model(**batch).loss, weights)
+    monkeypatch.setattr("saobp.kernels.dispatch.CHUNKED_MIN_LENGTH", 151)
+    assert [layer.path.name for layer in saobp.explain(model, batch)] == ["reference"] * 2
+    expected = torch.autograd.grad(model(**batch).loss, weights)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
 def test_a_decoding_step_and_packed_texts():
     model, cache = saobp.apply(tiny_model("llama"), "high:0.7"), DynamicCache()
     with torch.no_grad():

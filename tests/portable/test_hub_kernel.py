@@ -219,7 +219,8 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 def test_its_operators_are_other_ones_than_the_packages(kernel):
-    for package, module in itertools.product(("saobp", kernel.__name__), ("fused", "masked.launch")):
+    modules = ("fused", "masked.launch", "elemmul.causal_operator")
+    for package, module in itertools.product(("saobp", kernel.__name__), modules):
         importlib.import_module(f"{package}.kernels.{module}")
     own = importlib.import_module(f"{kernel.__name__}.kernels.runtime.custom_op").NAMESPACE
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]

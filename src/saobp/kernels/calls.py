@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saobp.propagation.cpu_inference import needs_values_only
+from saobp.propagation.cpu_inference import needs_values_only, takes_operators
 from saobp.refinement import Refinement
 
 Backend = Literal["auto", "reference", "fused"]
@@ -29,6 +29,7 @@ class Call(NamedTuple):
     longest:     tokens of the longest sequence of a packed batch
     window:      rows see keys less than this many places away
     values_only: no gradient, compiler or tracer is involved (used on a CPU only)
+    traced:      something else than ``torch.compile`` needs PyTorch's own operations (looked at for causal ElemMul only)
     """
 
     query: tuple[int, ...]
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     has_bias: bool = False
     window: int | None = None
     values_only: bool = False
+    traced: bool = False
 
     @property
     def is_masked(self) -> bool:
@@ -64,9 +66,14 @@ class Call(NamedTuple):
         if bias is not None:
             states.append(bias)
         values_only = backend == "auto" and query.device.type == "cpu" and needs_values_only(*states)
+        traced = (
+            refinement.factor == "elemmul"
+            and options.get("is_causal", False)
+            and not takes_operators(*states)
+        )
         return cls(
             query.shape, key.shape, value.shape, query.dtype, query.device.type, refinement, backend=backend,
-            has_bias=bias is not None, values_only=values_only, **options,
+            has_bias=bias is not None, values_only=values_only, traced=traced, **options,
         )  # fmt: skip
 
 
@@ -107,7 +114,7 @@ class Path(NamedTuple):
     ``kernels`` is set if the layout of the tensors is known, as in ``saobp.explain``.
     """
 
-    name: Literal["fused", "torch", "cpu inference", "reference"]
+    name: Literal["fused", "chunked", "torch", "cpu inference", "reference"]
     call: Call
     family: Family | None = None
     obstacle: str | None = None
@@ -128,6 +135,8 @@ class Path(NamedTuple):
         if self.name == "fused":
             words = (*_sizes(call), _strength(call), *([] if self.kernels is None else [str(self.kernels)]))
             return ", ".join((*words, *_masks(call)))
+        if self.name == "chunked":
+            return ", ".join((*_sizes(call), "causal 'elemmul' as linear attention over chunks of rows"))
         if self.name == "torch":
             return "factor 'none' is ordinary attention, which PyTorch has"
         if self.name == "cpu inference":

@@ -26,6 +26,9 @@ MAX_STEPS = 4
 HALF_MAX_STRENGTH = 8.0
 """Beyond this strength weights and gradients of single entries leave the range of float16."""
 
+CHUNKED_MIN_LENGTH = 128
+"""Minimum tokens on a CPU of causal ElemMul in chunks of rows; with fewer its whole maps, in a cache, take less time."""
+
 
 def select(call: Call) -> Path:
     """The path of a call. Raises if backend='fused' and the kernels do not support it."""
@@ -44,14 +47,44 @@ def select(call: Call) -> Path:
             raise ValueError(f"the fused backend cannot do this call because {obstacle}")
     if call.refinement.is_plain and (call.device == "cuda" or call.values_only):
         return Path("torch", call, obstacle=obstacle)
+    causal_elemmul = call.refinement.factor == "elemmul" and call.is_causal
+    if causal_elemmul and (obstacle := chunk_obstacle(call)) is None:
+        return Path("chunked", call)
     if call.device != "cpu":
         return Path("reference", call, obstacle=obstacle)
-    obstacle = cpu_obstacle(call.refinement, call.query, call.key, call.value, call.dropout_p)
-    if call.has_bias:
-        obstacle = "attn_mask adds numbers to the scores"
-    if not call.values_only:
+    if call.values_only:
+        obstacle = cpu_obstacle(call.refinement, call.query, call.key, call.value, call.dropout_p)
+        if call.has_bias:
+            obstacle = "attn_mask adds numbers to the scores"
+        return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
+    if not causal_elemmul:
         obstacle = "a gradient, autocast, a tensor subclass, a tracer or torch.compile needs the reference's operations"
-    return Path("reference" if obstacle else "cpu inference", call, obstacle=obstacle)
+    return Path("reference", call, obstacle=obstacle)
+
+
+def chunk_obstacle(call: Call) -> str | None:
+    """Why causal ElemMul is not computed in chunks of rows, in words that fit behind 'because'; None if it is."""
+    if call.device not in ("cuda", "cpu"):
+        return f"the tensors are on {call.device}, neither on a CUDA GPU nor on a CPU"
+    if call.traced:
+        return (
+            "a tensor subclass, a tracer, a forward derivative or torch.func needs the reference's operations"
+        )
+    if call.is_masked:
+        what = "attn_mask" if call.has_attn_mask else f"a sliding window of {call.window}"
+        return f"chunks of rows of causal 'elemmul' do not know {what}"
+    if call.dropout_p:
+        return "dropout on 'elemmul' needs the entries of A A^T, which chunks of rows never form"
+    if call.refinement.steps > 1:
+        return (
+            f"{call.refinement.steps} steps were asked for and chunks of rows of causal 'elemmul' are for one"
+        )
+    if 0 in call.query or 0 in call.value:
+        return "there is nothing to compute"
+    longest = call.query[2] if call.longest is None else call.longest
+    if call.device == "cpu" and longest < CHUNKED_MIN_LENGTH:
+        return f"whole maps of up to {CHUNKED_MIN_LENGTH - 1} tokens take less time than chunks of rows"
+    return None
 
 
 def fused_obstacle(call: Call) -> str | None:
@@ -71,7 +104,7 @@ def fused_obstacle(call: Call) -> str | None:
     if call.is_masked and (why := _masked_obstacle(call)) is not None:
         return why
     if factor == "elemmul" and call.is_causal:
-        return "causal 'elemmul' has no kernel and multiplies whole maps, in time that grows with the cube of the length"
+        return "causal 'elemmul' has no kernel: backend='auto' computes it in chunks of rows"
     if factor == "elemmul" and call.dropout_p:
         return "dropout on 'elemmul' needs the entries of A A^T, which its kernels never form"
     known = 0.0 if call.strongest is None or factor not in POTTS else call.strongest

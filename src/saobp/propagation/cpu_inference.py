@@ -67,11 +67,21 @@ def cpu_obstacle(
 
 def needs_values_only(*states: Tensor) -> bool:
     """Whether only values are needed: no gradient of any kind, autocast, compiler, tracer or subclass."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
-        return False
-    if torch.autograd.forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        return False
+    return takes_operators(*states)
+
+
+def takes_operators(*states: Tensor) -> bool:
+    """Whether operators that have no forward derivatives can stand in for PyTorch's own.
+
+    That is, no tracer but ``torch.compile``, no transform of ``torch.func`` and no subclass.
+    """
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    if torch.jit.is_tracing() or torch.autograd.forward_ad._current_level >= 0:
         return False
     return not any(
         type(x) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -53,7 +53,9 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("the fused kernels have no second derivatives: use backend='reference' for those")
+        raise RuntimeError(
+            "this path of attention has no second derivatives: use backend='reference' for those"
+        )
 
 
 def register_autograd(
