@@ -11,6 +11,7 @@ results/tiny/arena/notes.md.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,6 +90,14 @@ def work(out: Annotated[Path, typer.Option()], given: Annotated[str, typer.Optio
 
     end_with_parent()
     tokens, left = json.loads(given)
+    sys.argv = [
+        "benchmarks/tiny_arena.py",
+        "run",
+        "--tokens",
+        "tokens",
+        "--out",
+        "runs/tiny",
+    ]  # for the records
     cells = {name_of(*cell): cell for cell in left}
     for name in claimed(out, list(cells)):
         recipe, folder = recipe_of(*cells[name]), out / "runs" / name

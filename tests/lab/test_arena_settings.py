@@ -105,6 +105,15 @@ def test_a_lower_rate_of_all_leaves_numbers_per_head_the_same_method(tmp_path: P
             "high:learned, rate times 4, after 20% of the steps",
             "High, learned strengths, rate times 4, after 20% of the steps",
         ),
+        (
+            {
+                **named_recipe("modern", "modernbert", "mini").to_dict(),
+                **{"refinement": "none+gate", "strength_rate": 10.0, "regularizer": "eigen,weight=0.01"},
+            },
+            "gate with eigen,weight=0.01",
+            "Gated heads with Eigen-Reg, weight 0.01",
+        ),
+        ({"regularizer": "entropy,weight=0.001"}, "entropy,weight=0.001", "Entropy-Reg, weight 0.001"),
     ],
 )
 def test_methods_are_named_by_what_their_recipes_say(recipe: dict[str, Any], method: str, title: str) -> None:

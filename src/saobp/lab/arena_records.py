@@ -28,6 +28,8 @@ from saobp.training.recipes import PretrainRecipe, named_recipe
 ORIGINAL = "none"
 PLAIN = "Plain attention"
 """Its title here; tables of the paper call it Original, as the paper does."""
+WITHOUT_NUMBERS = ("gate", "sigma-reparam", "softmax-plus-one")
+"""Variants that learn no number per head."""
 BLIMP = "blimp"
 """Subfolder of a run with the output of ``saobp evaluate --tasks blimp``."""
 GLUE = "glue"
@@ -158,11 +160,19 @@ class Setting:
 def method_of(recipe: Mapping[str, Any]) -> str:
     """The method of a run, as the text form of its refinement and regularizer."""
     refinement = recipe.get("refinement")
-    text = ORIGINAL if refinement is None else str(Refinement.of(refinement)) + _own_rate(recipe)
+    given = None if refinement is None else Refinement.of(refinement)
+    text = ORIGINAL if given is None else str(given) + (_own_rate(recipe) if _learns_per_head(given) else "")
     penalty = recipe.get("regularizer")
     if penalty is None:
         return text
     return penalty if text == ORIGINAL else f"{text} with {penalty}"
+
+
+def _learns_per_head(refinement: Refinement) -> bool:
+    """Whether it has numbers per head, which have a learning rate of their own."""
+    return refinement.strength == "learned" or any(
+        name not in WITHOUT_NUMBERS for name in refinement.variants
+    )
 
 
 def _own_rate(recipe: Mapping[str, Any]) -> str:
@@ -181,6 +191,9 @@ def title_of(method: str) -> str:
     """Title of a method in tables; combined parts are joined by plus signs."""
     titles = {entry.refinement or entry.regularizer or ORIGINAL: entry.title for entry in METHODS.values()}
     titles[ORIGINAL] = PLAIN
+    method, with_penalty, penalty = method.partition(" with ")
+    if with_penalty:
+        return f"{title_of(method)} with {title_of(penalty)}"
     text, *trained = re.split("(?=, (?:rate|after) )", method, maxsplit=1)
     parts = titles.get(text) or " + ".join(
         _title_of_part(part, titles).removesuffix(" per head") for part in text.split("+")
@@ -190,6 +203,9 @@ def title_of(method: str) -> str:
 
 def _title_of_part(part: str, titles: Mapping[str, str]) -> str:
     plain, stride, rows = part.partition(",message_stride=")
+    penalty, weighted, weight = plain.partition(",weight=")
+    if weighted:
+        return f"{titles.get(penalty, penalty)}, weight {weight}"
     return titles.get(plain, plain) + (f" (1 row in {rows})" if stride else "")
 
 
