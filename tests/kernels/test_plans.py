@@ -236,7 +236,7 @@ def test_the_compiler_takes_the_operator_of_inference_where_nothing_learns() -> 
     assert torch.equal(found, learned)
 
 
-@pytest.mark.parametrize("way", ["refined_attention", "causal_refined_attention", "elemmul_attention"])
+@pytest.mark.parametrize("way", ["refined_attention", "causal_refined_output", "elemmul_attention"])
 def test_operators_past_autograd_are_still_seen_and_learn_nothing(way: str) -> None:
     """Fake tensors, counters of work and the like watch operators from below autograd."""
     seen = []

@@ -19,10 +19,10 @@ from saobp.kernels.library.packed_bf16 import multiply
 
 @triton.jit
 def row_products(
-    grad_ptr, out_ptr, cu_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, heads, length, blocks,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
+    grad_ptr, out_ptr, rest_ptr, cu_ptr, delta_ptr, g_batch, g_head, g_row, o_batch, o_head, o_row, heads, length, blocks,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, RESTS: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O), as the diagonal of a product.
+    """D = rowsum(dO * O), as the diagonal of a product; RESTS: with the rounding error of O added back.
 
     The sweeps subtract D from products of dO and V made by the same instructions in the same order. So a row that
     sees one key, where O is V, gets a difference of exactly 0; a plain sum would leave a rounding error.
@@ -39,6 +39,10 @@ def row_products(
         grad = load_rows(g_base, start, tokens, g_row, PART, DIM, BLOCK_DIM, True)
         out = load_rows(o_base, start, tokens, o_row, PART, DIM, BLOCK_DIM, True)
         products = tl.dot(grad, tl.trans(out), input_precision="ieee")
+        if RESTS:
+            rest_base = head_base(0, batch, head, first, heads, length) * DIM + rest_ptr
+            rest = load_rows(rest_base, start, tokens, DIM, PART, DIM, BLOCK_DIM, True)
+            products = tl.dot(grad, tl.trans(rest), products, input_precision="ieee")
         delta = tl.sum(tl.where(diagonal, products, 0.0), 1)
         tl.store(delta_base + start + places, delta, mask=start + places < tokens)
 

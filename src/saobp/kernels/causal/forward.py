@@ -216,11 +216,8 @@ def _add_earlier(
         local = tl.arange(0, ROWS)
         rows = begin + local
         past_row = past_base + slot_place((begin - span_start) // ROWS, span_start, length, ROWS, PACKED)
-        tl.store(
-            past_row + keys,
-            tl.where(keys_real, message_sums + lost, 0.0),
-            mask=keys < min(tokens, begin + ROWS),
-        )
+        seen = keys < min(tokens, begin + ROWS)
+        tl.store(past_row + keys, tl.where(keys_real, message_sums + lost, 0.0), mask=seen)
         q = load_rows(q_base, begin, tokens, q_row, ROWS, DIM, BLOCK_DIM, EDGE)
         high, low = load_lse(lse_base + begin, low_plane, local, tokens - begin, PRECISE, EDGE)
         if MASKED:
@@ -342,16 +339,17 @@ def _add_output(
 
 @triton.jit(do_not_specialize=["section"])
 def causal_output(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, cu_ptr, seed_ptr, lse_ptr, strength_ptr, past_ptr, belief_ptr, lowest_ptr, rest_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, group, length, blocks, section, sums_plane, span_start, low_plane, lowest_blocks, lowest_sum,
     score_scale, drop_threshold, keep_scale, sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHECKED: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RESTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a block of the span's rows, and ``belief``, the base-2 logarithm of each refined row's normaliser.
 
+    RESTS: also ``rest`` ``[batch, heads, length, DIM]``, what rounding the output left.
     CHECKED: recomputes only the blocks that ``weak_output`` recorded as near underflow."""
     slot, batch, head, first, tokens, line = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
     slot = blocks - 1 - slot
@@ -390,6 +388,9 @@ def causal_output(
     out *= tl.where(visible, 1.0 / total, 0.0)[:, None]
     out_base = states_base(out_ptr, batch, head, first, o_batch, o_head, o_row)
     store_rows(out_base, row_start, tokens, o_row, out, ROWS, DIM, BLOCK_DIM)
+    if RESTS:
+        rest = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_rows(rest_ptr + row_base * DIM, row_start, tokens, DIM, rest, ROWS, DIM, BLOCK_DIM)
     # In full float32 the normaliser has two parts, as the log-sum-exp does.
     summed = tl.log2(total)
     if PRECISE == 2:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saobp.kernels.bidirectional import gradient_terms
-from saobp.kernels.bidirectional.launch import BACKWARD_NAMES, add_scaled_gradients
+from saobp.kernels.bidirectional.launch import add_scaled_gradients
 from saobp.kernels.call_spec import (
     Block,
     CallSpec,
@@ -119,11 +119,11 @@ def row_blocks(spec: CallSpec) -> int:
     return ceil_div(spec.longest, causal_block(spec, "output").rows)
 
 
-def saved_slices(spec: CallSpec) -> tuple[dict[str, BufferSlice], int]:
-    """What the backward pass needs besides the output, in one buffer; in float32 numbers have two parts."""
+def saved_slices(spec: CallSpec, buffer: str = "saved") -> tuple[dict[str, BufferSlice], int]:
+    """Vectors that the backward pass needs, in one buffer; in float32 numbers have two parts."""
     floats, rows = torch.float32, spec.lse_shape
     lowest = spec.sequences * spec.heads * row_blocks(spec) if choose(spec).weak else 0
-    return lay_out_buffer("saved", {
+    return lay_out_buffer(buffer, {
         "lse": (rows, floats), "message_sums": (rows if spec.receives else (0,), floats),
         "belief": (rows, floats), "lowest": ((lowest,), floats),
     }, alignment=4)  # fmt: skip
@@ -134,20 +134,44 @@ def sums_shape(spec: CallSpec) -> tuple[int, int, int]:
     return (spec.batch, spec.heads, sums_plane(spec))
 
 
-def saved_buffer(spec: CallSpec) -> Saved:
-    return {"saved": ((saved_slices(spec)[1],), torch.uint8)}
+def attracts(spec: CallSpec) -> bool:
+    """Whether the stored sweeps sum up D in float32."""
+    return choose(spec).stored and spec.sign < 0 and not STRONG_ATTRACTION < spec.bound < 0
 
 
-def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPlan:
+def needs_rest(spec: CallSpec) -> bool:
+    """Whether D needs what rounding the output to a half type left (``rest``).
+
+    With strong messages of either sign refined rows are unlike their priors, along which an error of D is taken out.
+    """
+    half = spec.dtype != torch.float32
+    return half and spec.receives > 0 and not choose(spec).weak and not attracts(spec)
+
+
+def saved_tensors(spec: CallSpec) -> Saved:
+    rest = spec.states_shape if needs_rest(spec) else (0,)
+    return {"saved": ((saved_slices(spec)[1],), torch.uint8), "rest": (rest, spec.dtype)}
+
+
+def plan_forward(spec: CallSpec, tensors: CallTensors, saves: bool) -> LaunchPlan:
     query, key, value, *_ = tensors
-    saved, _ = saved_slices(spec)
     choice = kernels_for("causal", spec, query, key, value)
+    rests = saves and needs_rest(spec)
+    buffers, unused = ("saved", "rest") if saves else (), {} if rests else {"rest": "out"}
+    # For inference alone ``saved`` is the start of the scratch buffer.
+    saved, size = saved_slices(spec, "saved" if saves else "scratch")
+    start = 0 if saves else size
+    wanted: Saved = {} if choice.hopper else {"past": (sums_shape(spec), torch.float32)}
+    if choice.hopper and not choice.weak:  # the smallest normalisers, which weak kernels need backward
+        wanted = {"lowest": ((spec.sequences * spec.heads * row_blocks(spec),), torch.float32)}
+    scratch, scratch_size = lay_out_buffer("scratch", wanted, start=start)
+    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", *buffers, "scratch"), saved | scratch)
     if choice.hopper:
-        return _plan_hopper(spec, query, key, value, choice)
-    scratch, scratch_size = lay_out_buffer("scratch", {"past": (sums_shape(spec), torch.float32)})
-    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved", "scratch"), saved | scratch)
+        records = choice.weak and choice.careful
+        add_causal_launch(launches, spec, query, key, value, records, rests, unused)
+        return LaunchPlan(launches, scratch_size)
     sweeps = Sweeps(spec, launches, _layouts(spec, query, key, value) if choice.tma else {})
-    numbers = _numbers(spec, query, key, value)
+    numbers = _numbers(spec, query, key, value) | {"RESTS": rests}
     sweeps.over_rows(forward.causal_row_sums, "row_sums", spec.longest, numbers)
     for start, stop in spans(spec):
         numbers |= {"span_start": start, "span_stop": stop}
@@ -158,20 +182,8 @@ def plan_forward(spec: CallSpec, tensors: CallTensors, _saves: bool) -> LaunchPl
         if choice.weak:
             sweeps.over_rows(weak_forward.weak_output, "weak_output", stop - start, numbers)
         if choice.careful:
-            sweeps.over_rows(forward.causal_output, "output", stop - start, numbers)
+            sweeps.over_rows(forward.causal_output, "output", stop - start, numbers, **unused)
     return LaunchPlan(launches, scratch_size)
-
-
-def _plan_hopper(
-    spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, choice: KernelChoice
-) -> LaunchPlan:
-    """The kernel for Hopper. ``lowest``, the smallest normalisers, is scratch unless weak kernels need it backward."""
-    lowest = 0 if choice.weak else spec.sequences * spec.heads * row_blocks(spec)
-    scratch, size = lay_out_buffer("scratch", {"lowest": ((lowest,), torch.float32)})
-    slices = saved_slices(spec)[0] if choice.weak else saved_slices(spec)[0] | scratch
-    launches = LaunchSequence(query.device, (*INPUT_NAMES, "out", "saved", "scratch"), slices)
-    add_causal_launch(launches, spec, query, key, value, records=choice.weak and choice.careful)
-    return LaunchPlan(launches, size)
 
 
 Layouts = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -240,6 +252,9 @@ def _numbers(spec: CallSpec, query: Tensor, key: Tensor, value: Tensor) -> dict[
     }  # fmt: skip
 
 
+BACKWARD_NAMES = (*INPUT_NAMES, "grad", "out", "saved", "rest", "dq", "dk", "dv", "strength_grad", "scratch")
+
+
 def plan_backward(spec: CallSpec, tensors: CallTensors, grad: Tensor, out: Tensor) -> LaunchPlan:
     query, key, value, *_ = tensors
     choice = kernels_for("causal", spec, query, key, value)
@@ -280,19 +295,18 @@ def _plan_stored(
     count = ceil_div(spec.longest, rows)
     # As ``slot_place`` counts.
     plane = count * spec.length if spec.packed else count * (count + 1) // 2 * rows
-    attracts = spec.sign < 0 and not STRONG_ATTRACTION < spec.bound < 0
     scratch, size = lay_out_buffer("scratch", {
         "terms": ((*spec.rows_shape[:2], plane, rows), query.dtype), "careful_delta": (spec.rows_shape, torch.float32),
         "term_pairs": ((*spec.rows_shape, 2), torch.float32),
-        "mean_parts": ((*spec.rows_shape[:2], count if attracts else 0, spec.length, 2), torch.float32),
+        "mean_parts": ((*spec.rows_shape[:2], count if attracts(spec) else 0, spec.length, 2), torch.float32),
     })  # fmt: skip
     launches = LaunchSequence(query.device, BACKWARD_NAMES, saved_slices(spec)[0] | scratch)
     sweeps = Sweeps(spec, launches, {})
     numbers = _numbers(spec, query, key, value) | strides("g", grad)
     numbers |= {"sums_plane": plane, "LEARNS": not spec.bound, "TAIL": spec.packed or spec.length % rows != 0}
-    numbers |= {"ATTRACTS": attracts}
+    numbers |= {"ATTRACTS": attracts(spec), "RESTS": needs_rest(spec)}
     kernels = stored_backward
-    if attracts:
+    if attracts(spec):
         sweeps.over_keys(kernels.stored_mean_parts, "stored_mean_parts", spec.longest, numbers)
         sweeps.over_rows(
             kernels.stored_row_means, "stored_row_means", spec.longest, numbers, delta="careful_delta"
@@ -348,7 +362,7 @@ def _add_preparations(launches: LaunchSequence, spec: CallSpec, grad: Tensor, ou
 def _add_row_products(launches: LaunchSequence, spec: CallSpec, grad: Tensor, out: Tensor) -> None:
     numbers = {
         **strides("g", grad), **strides("o", out), **spec.numbers, **spec.constants,
-        "blocks": ceil_div(spec.longest, 128), "ROWS": 128,
+        "blocks": ceil_div(spec.longest, 128), "ROWS": 128, "RESTS": needs_rest(spec),
     }  # fmt: skip
     launches.add(gradient_terms.row_products, spec.programs(128), numbers, delta="careful_delta")
 
@@ -374,7 +388,8 @@ def _add_careful_span(sweeps: Sweeps, numbers: dict[str, Any]) -> None:
 CAUSAL = KernelFamily(
     "causal",
     "causal_refined_attention",
-    saved=saved_buffer,
+    saved=saved_tensors,
     plan_forward=plan_forward,
     plan_backward=plan_backward,
+    inference="causal_refined_output",
 )

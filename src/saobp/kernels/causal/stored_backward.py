@@ -5,7 +5,8 @@ In the notation of ``backward.py``, with d = dT + gamma H, which is dS but for -
 
 1. ``stored_climb`` (over keys, from the last row up): messages, refined weights and their gradients, all that is costly, once.
    dV, the gradient of gamma, and d, rounded, in ``terms`` ``[blocks of rows, keys up to the block's last row, rows of a block]``.
-2. ``stored_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K).
+2. ``stored_query_gradient`` (over rows): t = rowsum(d), dQ = d K - t (a K) / rowsum(a), of rounded d and a: what rounding changes
+   is then multiplied by differences of keys only, which are small where one key has nearly all of a row.
 3. ``stored_key_gradient`` (over keys): dK = (d - a t)^T Q.
 
 That is 10 products and four exponentials an entry, where ``backward.py`` has 14 and six, and one logarithm for its three. ``terms``
@@ -207,11 +208,12 @@ def stored_climb(
     sign, r0, r1, r2, l0, l1, l2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     RECEIVES: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, DROPS: tl.constexpr,
-    LEARNS: tl.constexpr, ATTRACTS: tl.constexpr, PRECISION: tl.constexpr,
+    LEARNS: tl.constexpr, ATTRACTS: tl.constexpr, RESTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV of a block of keys, d of all rows that see them and, if LEARNS, the gradient of gamma: by key, where other
     kernels have it by row.
 
+    RESTS: D is that of an unrounded output, and dT of unrounded weights.
     ATTRACTS: D is that of ``stored_row_means``, dT of unrounded weights, and its sum over later rows that of two numbers of
     the half type, the second what rounding the first left.
     """
@@ -257,8 +259,8 @@ def stored_climb(
         dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dp = drop_scaled(dp, dropout, rows[None, :], keys[:, None], DROPS)
-        # Of rounded weights, as D is unless ATTRACTS: otherwise errors would add up in ``after`` over rows.
-        d_logits = (exact if ATTRACTS else widened(refined)) * (dp - delta[None, :])
+        # Of rounded weights where D is of a rounded output: otherwise errors would add up in ``after`` over rows.
+        d_logits = (exact if ATTRACTS or RESTS else widened(refined)) * (dp - delta[None, :])
         narrow = rounded(d_logits, KIND)
         receivers = lower_triangle(ROWS, KIND, RECEIVES == 2)
         within = tl.dot(narrow, receivers, input_precision="ieee")
@@ -292,7 +294,7 @@ def stored_query_gradient(
     q_batch, q_head, q_row, k_batch, k_head, k_row, d_batch, d_head, d_row,
     heads, group, length, blocks, section, sums_plane, scale, score_scale,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PACKED: tl.constexpr, RESTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of rows, and ``term_pairs`` ``[rows, 2]``: log-sum-exp and t."""
     slot, batch, head, first, tokens, _ = locate_sorted(blocks, section, heads, length, cu_ptr, PACKED)
@@ -313,6 +315,7 @@ def stored_query_gradient(
     dq = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     prior_k = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_terms, ones = tl.zeros([ROWS, 16], tl.float32), tl.full([KEYS, 16], 1.0, q.dtype)
+    prior_sums = tl.zeros([ROWS, 16], tl.float32)
     for step in tl.range(0, slot + 1):
         begin = tl.multiple_of(step * KEYS, KEYS)
         keys = begin + tl.arange(0, KEYS)
@@ -325,8 +328,14 @@ def stored_query_gradient(
         a = tl.exp2(raw * score_scale - lse[:, None])
         dq = tl.dot(terms, k, dq, input_precision=PRECISION)
         row_terms = tl.dot(terms, ones, row_terms, input_precision="ieee")
-        prior_k = tl.dot(rounded(a, q.dtype), k, prior_k, input_precision=PRECISION)
+        prior = rounded(a, q.dtype)
+        prior_k = tl.dot(prior, k, prior_k, input_precision=PRECISION)
+        if RESTS:
+            prior_sums = tl.dot(prior, ones, prior_sums, input_precision="ieee")
     row_term = any_column(row_terms)
+    if RESTS:
+        prior_sum = any_column(prior_sums)
+        prior_k *= tl.where(prior_sum > 0.0, 1.0 / prior_sum, 0.0)[:, None]
     dq = (dq - row_term[:, None] * prior_k) * scale
     store_rows(dq_base, row_start, tokens, d_row, dq, ROWS, DIM, BLOCK_DIM)
     store_pairs(term_pairs_ptr + row_base * 2, rows, tokens, lse, row_term)

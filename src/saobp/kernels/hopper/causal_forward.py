@@ -37,6 +37,7 @@ from saobp.kernels.hopper.causal_tiles import (
     shown,
     store_lowest,
     store_past,
+    store_rest,
     store_triangle,
     vector_layout,
 )
@@ -59,13 +60,13 @@ from saobp.kernels.library.gluon_names import reinterpret, tma_load, tma_store
 def refine_heads(
     first, step, count, used, started, pointers, maps, memory, sizes, numbers, strengths,
     ROWS: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
-    RECORDS: tl.constexpr, CAREFUL: tl.constexpr,
+    RECORDS: tl.constexpr, CAREFUL: tl.constexpr, RESTS: tl.constexpr,
 ):  # fmt: skip
     """Every ``step``-th of all heads from ``first`` on, ``count`` of them; returns the smallest normaliser.
 
     ``used`` and ``started``: how many tiles of the ring, and blocks of rows, there have been so far; returned too.
     """
-    mask_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, belief_ptr, lowest_ptr = pointers
+    mask_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, belief_ptr, lowest_ptr, rest_ptr = pointers
     q_map, k_map, v_map, out_map = maps
     q_memory, ring, refined_memory, triangle, past, lse_memory, lowest_memory, q_ready, ready = memory
     heads, group, length, lowest_blocks = sizes
@@ -222,6 +223,8 @@ def refine_heads(
             product *= gl.where(visible, keep_scale / total, 0.0)[:, None]
             tl.debug_barrier()  # all warps have the last weights, and have used the last values
             out.store(product.to(KIND))
+            if RESTS:
+                store_rest(rest_ptr + row_base * DIM, product, rows, length, KIND, TAIL)
             if RECORDS:
                 # Messages of a negative strength raise beliefs, which may overflow: those heads need care too.
                 totals = gl.where(lse < float("inf"), total, 1.0)
@@ -253,11 +256,11 @@ def refine_heads(
 @gluon.jit(do_not_specialize=["lines"])
 def causal_hopper_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, belief_ptr, lowest_ptr,
-    q_map, k_map, v_map, out_map,
+    rest_ptr, q_map, k_map, v_map, out_map,
     heads, group, length, lines, lowest_blocks, lowest_sum, score_scale, drop_threshold, keep_scale,
     sign, r0, r1, r2, l0, l1, l2,
     ROWS: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
-    RECORDS: tl.constexpr, REPEATS: tl.constexpr, CAREFUL: tl.constexpr,
+    RECORDS: tl.constexpr, REPEATS: tl.constexpr, CAREFUL: tl.constexpr, RESTS: tl.constexpr,
 ):  # fmt: skip
     """Output of several heads of at most TILES tiles of keys, and what ``causal.launch.saved_slices`` lists, as its sweeps give it.
 
@@ -279,7 +282,7 @@ def causal_hopper_forward(
     fence_async_shared()
     tl.debug_barrier()
 
-    pointers = (mask_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, belief_ptr, lowest_ptr)
+    pointers = (mask_ptr, seed_ptr, lse_ptr, strength_ptr, message_sums_ptr, belief_ptr, lowest_ptr, rest_ptr)
     maps = (q_map, k_map, v_map, out_map)
     memory = (
         gl.allocate_shared_memory(KIND, [1, 1, ROWS, DIM], q_map.layout),
@@ -299,7 +302,7 @@ def causal_hopper_forward(
     count = (lines - first + step - 1) // step
     used, started, lowest = refine_heads(
         first, step, count, gl.to_tensor(0), gl.to_tensor(0), pointers, maps, memory, sizes, numbers, strengths,
-        ROWS, TAIL, PRECISE, MASKED, DROPS, RECORDS, CAREFUL,
+        ROWS, TAIL, PRECISE, MASKED, DROPS, RECORDS, CAREFUL, RESTS,
     )  # fmt: skip
     if REPEATS:  # noqa: SIM102 - Triton would evaluate both sides of "and"
         if lowest < lowest_sum:
@@ -310,6 +313,6 @@ def causal_hopper_forward(
                 needed = needs_care(lowest_ptr + line * lowest_blocks, lowest_blocks, lowest_sum, TILES)
                 used, started, _ = refine_heads(
                     line, step, needed, used, started, pointers, maps, memory, sizes, numbers, strengths,
-                    ROWS, TAIL, PRECISE, MASKED, DROPS, False, True,
+                    ROWS, TAIL, PRECISE, MASKED, DROPS, False, True, RESTS,
                 )  # fmt: skip
     tma.store_wait(0)

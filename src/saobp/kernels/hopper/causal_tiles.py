@@ -97,6 +97,19 @@ def store_past(past, base, length):
 
 
 @gluon.jit
+def store_rest(base, out, rows, length, KIND: tl.constexpr, TAIL: tl.constexpr):
+    """Stores what rounding a block of the output ``[rows, DIM]`` to KIND leaves, in ``[length, DIM]``."""
+    WIDTH: tl.constexpr = out.shape[1]
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, product_layout(KEYS, gl.num_warps())))
+    rest = out - out.to(KIND).to(gl.float32)
+    pointers = base + (rows[:, None] * WIDTH + dims[None, :])
+    if TAIL:
+        gl.store(pointers, rest.to(KIND), mask=(rows < length)[:, None])
+    else:
+        gl.store(pointers, rest.to(KIND))
+
+
+@gluon.jit
 def store_lowest(memory, base, block, blocks, ROWS: tl.constexpr):
     """Stores the smallest normaliser of every LOWEST_ROWS rows; returns that of all.
 

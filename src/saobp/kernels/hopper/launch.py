@@ -175,11 +175,13 @@ def causal_kernel() -> Any:
 
 
 def add_causal_launch(
-    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, records: bool
-) -> None:
+    launches: LaunchSequence, spec: CallSpec, query: Tensor, key: Tensor, value: Tensor, records: bool, rests: bool,
+    unused: dict[str, str],
+) -> None:  # fmt: skip
     """Heads are dealt out to programs that run side by side.
 
-    ``records``: the backward pass needs to know which rows underflowed.
+    ``records``: the backward pass needs to know which rows underflowed; ``rests``: also what rounding the output left.
+    ``unused`` names a tensor in place of what is not stored.
     """
     lines, block = spec.sequences * spec.heads, causal_block(spec)
     lowest_sum = spec.lowest_sum if spec.dtype == torch.float16 else 2.0**-100
@@ -190,13 +192,13 @@ def add_causal_launch(
         "lines": lines, "TILES": next_power_of_2(ceil_div(spec.length, block.keys)), "ROWS": block.rows,
         "TAIL": spec.length % block.rows != 0, "PRECISE": spec.precise, "DROPS": spec.dropout > 0,
         "lowest_blocks": ceil_div(spec.length, 64), "lowest_sum": lowest_sum,
-        "RECORDS": records or repeats, "REPEATS": repeats, "CAREFUL": raises, **resources(block),
+        "RECORDS": records or repeats, "REPEATS": repeats, "CAREFUL": raises, "RESTS": rests, **resources(block),
     }  # fmt: skip
     tiles = states_tiles(spec, query, key, value, block.rows)
     for name, states in (("k", key), ("v", value)):
         tiles[name] = whole_heads(tuple(states.shape), states.stride(), block.keys)
     programs = min(lines, 256 // block.rows * multiprocessors(query.device))
-    launches.add(causal_kernel(), programs, numbers, tiles)
+    launches.add(causal_kernel(), programs, numbers, tiles, **unused)
 
 
 def states_tiles(

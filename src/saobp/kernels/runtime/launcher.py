@@ -230,19 +230,23 @@ class BufferSlice(NamedTuple):
 
 
 def lay_out_buffer(
-    buffer: str, slices: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, alignment: int = 16
+    buffer: str,
+    slices: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    *,
+    alignment: int = 16,
+    start: int = 0,
 ) -> tuple[dict[str, BufferSlice], int]:
     """Slices of these shapes and types in a buffer, and its bytes.
 
-    They start at multiples of ``alignment`` bytes: 16 for Triton's fastest code; 4 leaves no gaps between slices of
+    They begin at byte ``start``, and each at multiples of ``alignment`` bytes: 16 for Triton's fastest code; 4 leaves no gaps between slices of
     float32, whose uninitialised bytes would differ between calls.
     """
     found: dict[str, BufferSlice] = {}
-    end = 0
+    end = start
     for name, (shape, dtype) in slices.items():
-        start = -(-end // alignment) * alignment
-        found[name] = BufferSlice(buffer, start, shape, dtype)
-        end = start + math.prod(shape) * dtype.itemsize
+        place = -(-end // alignment) * alignment
+        found[name] = BufferSlice(buffer, place, shape, dtype)
+        end = place + math.prod(shape) * dtype.itemsize
     return found, end
 
 
