@@ -66,6 +66,7 @@ def test_a_run_whose_loss_is_not_finite_is_named_and_its_pair_left_out(tmp_path:
     (setting,) = settings_of(json.loads((tmp_path / "arena" / "runs.json").read_text()))
     assert setting.differences("high:learned").keys() == {42, 1, 2}
     page = (tmp_path / "arena" / "README.md").read_text()
+    assert "glossary" not in page  # which is not there
     assert "Left out, because their held-out loss is not finite: `modernbert-high-learned-3`." in page
     assert "nan" not in page
     assert "needs more than 10,000 pairs to be seen" in page

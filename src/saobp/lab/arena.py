@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -57,9 +58,9 @@ READING = (
     f"on the other a *loss*; fewer than {LEAST_PAIRS} pairs ({CONFIRMING_PAIRS} of fresh seeds) are "
     "*undecided*.\n"
     "*High, learned strengths* is `high:learned`, *Key bias, learned strengths* `high-key-bias:learned`, and "
-    "A + B a model with both. *Fresh seeds*: nothing had been tuned or chosen on them before "
-    "([glossary](../../docs/glossary.md#words-of-the-results))."
+    "A + B a model with both. *Fresh seeds*: nothing had been tuned or chosen on them before"
 )
+GLOSSARY = "docs/glossary.md"
 LONGER = (
     "Does it gain over plain attention that is trained for longer? Times are equal only in lines whose "
     "method takes as much longer for a step."
@@ -103,7 +104,7 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[FreshSeeds] 
     page = out / "arena" / "README.md"
     times = [StepTimes.read(path) for path in sorted(page.parent.glob("time*.json"))]
     notes = page.with_name("notes.md")
-    parts = [*_page(settings, times)]
+    parts = [*_page(settings, times, _glossary_link(page))]
     repeated = page.with_name("again.json")
     tables = tuning_tables([*records.values(), *(read_json(repeated) if repeated.exists() else ())])
     if tables:
@@ -119,13 +120,22 @@ def write_arena(folders: Sequence[Path], out: Path, fresh: Sequence[FreshSeeds] 
     return [page, records_file, *save_figure(forest(paired), out / "forest")]
 
 
-def _page(settings: Sequence[Setting], times: Sequence[StepTimes]) -> Iterable[str]:
+def _glossary_link(page: Path) -> str:
+    """A link from the page, if it lies in this project; its text alone in a folder elsewhere."""
+    for folder in page.resolve().parents:
+        if (folder / GLOSSARY).exists():
+            place = os.path.relpath(folder / GLOSSARY, page.resolve().parent)
+            return f" ([glossary]({place}#words-of-the-results))"
+    return ""
+
+
+def _page(settings: Sequence[Setting], times: Sequence[StepTimes], glossary: str) -> Iterable[str]:
     yield "# Which way of attention is better?"
     yield (
         "Written by `saobp arena` from the runs in [runs.json](runs.json), which holds command, commit, "
         "seed, checksums and result of each."
     )
-    yield READING
+    yield f"{READING}{glossary}."
     yield "![Differences from plain attention with 95 % intervals](../forest.svg)"
     paired = [setting for setting in settings if setting.gains()]
     confirmed = any(setting.fresh for setting in paired)
