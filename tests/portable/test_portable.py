@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
@@ -338,3 +339,27 @@ def test_a_save_that_fails_leaves_the_earlier_model_whole(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name another folder"):
         saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path / "file")
+
+
+def test_saves_at_once_take_turns_and_leave_one_model(tmp_path):
+    """As when every process of a training saves to one folder, which need not exist."""
+    models = [refined(tiny_model("bert"), name) for name in ("high:0.5", "high:0.25")]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda turn: saobp.save(models[turn % 2], tmp_path / "model"), range(12)))
+    assert saobp.load(tmp_path / "model").config.saobp["strength"] in (0.5, 0.25)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_to_no_folder_yet(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "model")
+    saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert saobp.load(tmp_path / "link").config.saobp["strength"] == 0.5
+
+
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    """Transformers would load the model and add the adapter, which is merged in it, once more."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter .*: name another folder"):
+        saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]

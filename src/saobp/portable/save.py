@@ -15,6 +15,7 @@ from saobp.portable.code import add_code, check_portable, refinement_of, weights
 from saobp.portable.model_card import card_for, is_untouched, signed
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
 from saobp.storage.atomic import adding_to, replacing
+from saobp.storage.locks import one_at_a_time
 from saobp.storage.manifest import CARD, MANIFEST, write_manifest
 from saobp.storage.places import check_can_write
 from saobp.transformers.adapters import has_adapter
@@ -22,6 +23,8 @@ from saobp.transformers.layer_refinement import CONFIG_FIELD
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
 """Names under which Transformers looks for weights, whole or in parts."""
+ADAPTER = "adapter_config.json"
+"""The file by which Transformers finds an adapter."""
 NEW_CARD = "README-new.md"
 """The card where the folder has another README.md, which stays."""
 
@@ -58,6 +61,7 @@ def save(
         raise ValueError("name a folder, which is an empty text here")
     path = Path(folder)
     check_can_write(path)
+    _check_no_adapter(path)
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
     if getattr(model.config, CONFIG_FIELD, None) is None:
@@ -73,17 +77,27 @@ def save(
         check_portable(model)
     summary = RunSummary() if run is None else summarise_run_folder(run)
     summary = replace(summary, results=(*summary.results, *checked_results(results)))
-    with adding_to(path) if path.is_dir() else replacing(path) as new:
-        model.save_pretrained(new, state_dict=weights_of(model))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(new)
-        finish_folder(model, new, path.resolve().name, summary, portable=portable)
-        _keep_edited_card(path, new)
-        saved = {file.name for file in new.iterdir()}
-    _remove_earlier_weights(path, saved)
-    if (path / MANIFEST).exists():
-        write_manifest(path)
+    with one_at_a_time(path):
+        with adding_to(path) if path.is_dir() else replacing(path.resolve()) as new:
+            model.save_pretrained(new, state_dict=weights_of(model))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(new)
+            finish_folder(model, new, path.resolve().name, summary, portable=portable)
+            _keep_edited_card(path, new)
+            saved = {file.name for file in new.iterdir()}
+        _remove_earlier_weights(path, saved)
+        if (path / MANIFEST).exists():
+            write_manifest(path)
     return path
+
+
+def _check_no_adapter(folder: Path) -> None:
+    """Raise if a folder holds an adapter (PEFT), which Transformers would add to the saved model."""
+    if (folder / ADAPTER).exists():
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter ({ADAPTER}), which would be added to the model when that is "
+            "loaded: name another folder"
+        )
 
 
 def _remove_earlier_weights(folder: Path, saved: Collection[str]) -> None:
