@@ -263,8 +263,10 @@ def test_probes_inside_each_other() -> None:
         torch.testing.assert_close(of_layers(health, "gtd"), of_layers(outer, "gtd"))
 
 
-def test_a_forward_of_another_thread_meanwhile_is_left_alone() -> None:
-    model, batch = tiny("deberta-v2", attn_implementation="eager"), tiny_batch()
+@pytest.mark.parametrize("family", ["deberta-v2", "bert"])
+def test_a_forward_of_another_thread_meanwhile_is_left_alone(family: str) -> None:
+    model = tiny_model("bert").eval() if family == "bert" else tiny(family)
+    batch = tiny_batch()
     with torch.no_grad(), ThreadPoolExecutor(1) as pool, saobp.probe(model) as health:
         beside = []
 
@@ -273,7 +275,7 @@ def test_a_forward_of_another_thread_meanwhile_is_left_alone() -> None:
                 beside.append(pool.submit(torch.no_grad()(model), **batch))
                 beside[0].result()
 
-        handle = model.deberta.encoder.register_forward_pre_hook(start_another)
+        handle = model.base_model.encoder.register_forward_pre_hook(start_another)
         model(**batch)
         handle.remove()
         model(**batch)

@@ -24,6 +24,7 @@ from transformers import (
 
 import saobp
 from saobp.portable.code import CODE, FAMILIES
+from saobp.storage.atomic import ADDED
 from saobp.storage.manifest import check_manifest, write_manifest
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.testing.tiny_training import small_tokenizer
@@ -363,3 +364,28 @@ def test_a_folder_with_an_adapter_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds an adapter .*: name another folder"):
         saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
+
+
+def test_a_save_that_stops_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
+    """Without its config a folder does not load; weights of another model beside it would."""
+    folder = saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path / "model")
+
+    def stopped_at(name):
+        def replace(source, place):
+            if place.name == name:
+                raise KeyboardInterrupt
+            source.rename(place)
+
+        return replace
+
+    for name in ("README.md", "model.safetensors", "config.json"):
+        monkeypatch.setattr(Path, "replace", stopped_at(name))
+        with pytest.raises(KeyboardInterrupt):
+            saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
+        assert not (folder / "config.json").exists()
+    monkeypatch.undo()
+    (folder / ADDED).mkdir()  # a killed process leaves it
+    with pytest.raises(ValueError, match="was interrupted between two files: save the model again"):
+        saobp.load(folder)
+    saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
+    assert saobp.load(folder).config.saobp["strength"] == 0.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -21,8 +21,9 @@ from saobp.storage.places import check_can_write
 from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
 
+CONFIG = "config.json"
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
-"""Names under which Transformers looks for weights, whole or in parts."""
+"""Names under which Transformers looks for weights, whole or in parts; earlier ones it might prefer."""
 ADAPTER = "adapter_config.json"
 """The file by which Transformers finds an adapter."""
 NEW_CARD = "README-new.md"
@@ -78,14 +79,13 @@ def save(
     summary = RunSummary() if run is None else summarise_run_folder(run)
     summary = replace(summary, results=(*summary.results, *checked_results(results)))
     with one_at_a_time(path):
-        with adding_to(path) if path.is_dir() else replacing(path.resolve()) as new:
+        there = path.is_dir()
+        with adding_to(path, WEIGHTS, last=CONFIG) if there else replacing(path.resolve()) as new:
             model.save_pretrained(new, state_dict=weights_of(model))
             if tokenizer is not None:
                 tokenizer.save_pretrained(new)
             finish_folder(model, new, path.resolve().name, summary, portable=portable)
             _keep_edited_card(path, new)
-            saved = {file.name for file in new.iterdir()}
-        _remove_earlier_weights(path, saved)
         if (path / MANIFEST).exists():
             write_manifest(path)
     return path
@@ -98,14 +98,6 @@ def _check_no_adapter(folder: Path) -> None:
             f"{str(folder)!r} holds an adapter ({ADAPTER}), which would be added to the model when that is "
             "loaded: name another folder"
         )
-
-
-def _remove_earlier_weights(folder: Path, saved: Collection[str]) -> None:
-    """Remove weight files of the model that was there before, which loading might prefer."""
-    for pattern in WEIGHTS:
-        for file in folder.glob(pattern):
-            if file.name not in saved:
-                file.unlink()
 
 
 def _keep_edited_card(folder: Path, new: Path) -> None:
