@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -41,20 +41,17 @@ def exclusive(folder: Path) -> Iterator[None]:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Wait for other writers of a folder, by a lock on the folder that it is in, so that no file is added.
 
-    On systems that cannot lock folders nothing is locked.
+    Where that cannot be locked (Windows, some network drives, a parent that may not be read) nothing is.
     """
     parent = folder.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    with ExitStack() as stack:
+        if fcntl is not None:
+            with suppress(OSError):
+                opened = os.open(parent, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
         yield
-        return
-    opened = os.open(parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
 
 
 def try_lock(file: Path) -> BaseFileLock | None:
