@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
@@ -23,6 +24,7 @@ from transformers import (
 
 import saobp
 from saobp.portable.code import CODE, FAMILIES
+from saobp.storage.atomic import ADDED
 from saobp.storage.manifest import check_manifest, write_manifest
 from saobp.testing.tiny_models import tiny_batch, tiny_model
 from saobp.testing.tiny_training import small_tokenizer
@@ -338,3 +340,52 @@ def test_a_save_that_fails_leaves_the_earlier_model_whole(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name another folder"):
         saobp.save(refined(tiny_model("bert"), "high:0.25"), tmp_path / "file")
+
+
+def test_saves_at_once_take_turns_and_leave_one_model(tmp_path):
+    """As when every process of a training saves to one folder, which need not exist."""
+    models = [refined(tiny_model("bert"), name) for name in ("high:0.5", "high:0.25")]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda turn: saobp.save(models[turn % 2], tmp_path / "model"), range(12)))
+    assert saobp.load(tmp_path / "model").config.saobp["strength"] in (0.5, 0.25)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_to_no_folder_yet(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "model")
+    saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert saobp.load(tmp_path / "link").config.saobp["strength"] == 0.5
+
+
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    """Transformers would load the model and add the adapter, which is merged in it, once more."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter .*: name another folder"):
+        saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
+
+
+def test_a_save_that_stops_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
+    """Without its config a folder does not load; weights of another model beside it would."""
+    folder = saobp.save(refined(tiny_model("bert"), "high:0.5"), tmp_path / "model")
+
+    def stopped_at(name):
+        def replace(source, place):
+            if place.name == name:
+                raise KeyboardInterrupt
+            source.rename(place)
+
+        return replace
+
+    for name in ("README.md", "model.safetensors", "config.json"):
+        monkeypatch.setattr(Path, "replace", stopped_at(name))
+        with pytest.raises(KeyboardInterrupt):
+            saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
+        assert not (folder / "config.json").exists()
+    monkeypatch.undo()
+    (folder / ADDED).mkdir()  # a killed process leaves it
+    with pytest.raises(ValueError, match="was interrupted between two files: save the model again"):
+        saobp.load(folder)
+    saobp.save(refined(tiny_model("bert"), "high:0.25"), folder)
+    assert saobp.load(folder).config.saobp["strength"] == 0.25

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import saobp
 from saobp.cli import app
 from saobp.runs.folder import RunError, RunFolder
+from saobp.storage.locks import one_at_a_time
 from saobp.storage.places import check_can_write
 from saobp.testing.tiny_models import save_tiny_bert, tiny_model
 
@@ -37,6 +38,17 @@ def test_a_place_is_looked_at_and_not_made(tmp_path: Path, locked: Path) -> None
         with pytest.raises(ValueError, match=f"{words}: name another folder|{words}, .*: name another"):
             check_can_write(place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "locked"]
+
+
+def test_a_parent_that_cannot_be_locked_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a /home that its users may enter and not list."""
+
+    def unreadable(path: Path, _: int) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("saobp.storage.locks.os.open", unreadable)
+    with one_at_a_time(tmp_path / "model"):
+        pass
 
 
 def test_a_run_and_a_save_name_the_locked_folder(locked: Path) -> None:

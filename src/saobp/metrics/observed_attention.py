@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
@@ -38,6 +39,7 @@ class ObservedAttention:
         in_registry = has_registry_attention(model)
         returned = None if in_registry else ReturnedMaps(model, on_layer, on_skipped, texts)
         self._source: Watcher | ReturnedMaps
+        self._thread: int | None = None
         if returned is not None and returned.parts:
             self._source = returned
             return
@@ -56,9 +58,17 @@ class ObservedAttention:
     def observing(self) -> AbstractContextManager[None]:
         if isinstance(self._source, ReturnedMaps):
             return self._source.observing()
-        return self._source.watching()
+        return self._watching(self._source)
+
+    @contextmanager
+    def _watching(self, source: Watcher) -> Iterator[None]:
+        self._thread = threading.get_ident()
+        with source.watching():
+            yield
 
     def _on_call(self, call: AttentionCall) -> None:
+        if threading.get_ident() != self._thread:  # of a forward that is not measured
+            return
         heads = inputs_of(call, self.texts, linear=True)
         if heads is None:
             self.on_skipped(call.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ class ReturnedMaps:
             if isinstance(module, PreTrainedModel) and other_attention(module)
         }
         self._root = model
-        self._active = False
+        self._thread: int | None = None
         self._hooked: set[nn.Module] = set()
         self._open: list[Request | None] = []
 
@@ -72,11 +73,11 @@ class ReturnedMaps:
     @contextmanager
     def observing(self) -> Iterator[None]:
         with self._hooks(self.parts):
-            self._active = True
+            self._thread = threading.get_ident()
             try:
                 yield
             finally:
-                self._active = False
+                self._thread = None
 
     @contextmanager
     def _hooks(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -84,7 +85,7 @@ class ReturnedMaps:
         self._hooked.update(added)
         with ExitStack() as stack:
             for module in added:
-                before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+                before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
@@ -93,11 +94,17 @@ class ReturnedMaps:
             finally:
                 self._hooked.difference_update(added)
 
+    def _is_observed(self, module: nn.Module) -> bool:
+        """False for a replica of DataParallel, and for a forward of another thread than the measured one."""
+        if torch.compiler.is_compiling() or module not in self.parts:
+            return False
+        return self._thread == threading.get_ident()
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or module not in self.parts:  # a replica of DataParallel is another
+        if not self._is_observed(module):
             return None
         self._open.append(None)
-        if not self._active or len(self._open) > 1:  # a part of a model that was asked already
+        if len(self._open) > 1:  # a part of a model that was asked already
             return None
         request = Request(module, args, kwargs)
         self._open[-1] = request
@@ -105,7 +112,7 @@ class ReturnedMaps:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         del args, kwargs
-        if torch.compiler.is_compiling() or module not in self.parts or not self._open:
+        if not self._is_observed(module) or not self._open:
             return None
         request = self._open.pop()
         if request is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,13 +15,17 @@ from saobp.portable.code import add_code, check_portable, refinement_of, weights
 from saobp.portable.model_card import card_for, is_untouched, signed
 from saobp.portable.run_summary import CardResult, RunSummary, checked_results, summarise_run_folder
 from saobp.storage.atomic import adding_to, replacing
+from saobp.storage.locks import one_at_a_time
 from saobp.storage.manifest import CARD, MANIFEST, write_manifest
 from saobp.storage.places import check_can_write
 from saobp.transformers.adapters import has_adapter
 from saobp.transformers.layer_refinement import CONFIG_FIELD
 
+CONFIG = "config.json"
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
-"""Names under which Transformers looks for weights, whole or in parts."""
+"""Names under which Transformers looks for weights, whole or in parts; earlier ones it might prefer."""
+ADAPTER = "adapter_config.json"
+"""The file by which Transformers finds an adapter."""
 NEW_CARD = "README-new.md"
 """The card where the folder has another README.md, which stays."""
 
@@ -58,6 +62,7 @@ def save(
         raise ValueError("name a folder, which is an empty text here")
     path = Path(folder)
     check_can_write(path)
+    _check_no_adapter(path)
     if refinement_of(model) is None:
         raise ValueError("the model is not refined: save it with model.save_pretrained(folder)")
     if getattr(model.config, CONFIG_FIELD, None) is None:
@@ -73,25 +78,26 @@ def save(
         check_portable(model)
     summary = RunSummary() if run is None else summarise_run_folder(run)
     summary = replace(summary, results=(*summary.results, *checked_results(results)))
-    with adding_to(path) if path.is_dir() else replacing(path) as new:
-        model.save_pretrained(new, state_dict=weights_of(model))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(new)
-        finish_folder(model, new, path.resolve().name, summary, portable=portable)
-        _keep_edited_card(path, new)
-        saved = {file.name for file in new.iterdir()}
-    _remove_earlier_weights(path, saved)
-    if (path / MANIFEST).exists():
-        write_manifest(path)
+    with one_at_a_time(path):
+        there = path.is_dir()
+        with adding_to(path, WEIGHTS, last=CONFIG) if there else replacing(path.resolve()) as new:
+            model.save_pretrained(new, state_dict=weights_of(model))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(new)
+            finish_folder(model, new, path.resolve().name, summary, portable=portable)
+            _keep_edited_card(path, new)
+        if (path / MANIFEST).exists():
+            write_manifest(path)
     return path
 
 
-def _remove_earlier_weights(folder: Path, saved: Collection[str]) -> None:
-    """Remove weight files of the model that was there before, which loading might prefer."""
-    for pattern in WEIGHTS:
-        for file in folder.glob(pattern):
-            if file.name not in saved:
-                file.unlink()
+def _check_no_adapter(folder: Path) -> None:
+    """Raise if a folder holds an adapter (PEFT), which Transformers would add to the saved model."""
+    if (folder / ADAPTER).exists():
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter ({ADAPTER}), which would be added to the model when that is "
+            "loaded: name another folder"
+        )
 
 
 def _keep_edited_card(folder: Path, new: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,8 @@ UNFINISHED = ".unfinished-"
 """Name prefix of an incomplete file or folder, next to its destination."""
 REPLACED = f"{UNFINISHED}old-"
 """Name prefix of a folder while it is being replaced."""
+ADDED = f"{UNFINISHED}files"
+"""Name of the folder with files that are to be added to the one that it is in."""
 NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -74,12 +76,14 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def adding_to(folder: Path) -> Iterator[Path]:
+def adding_to(folder: Path, outdated: Sequence[str] = (), last: str = "") -> Iterator[Path]:
     """Context with an empty folder whose files move into an existing ``folder`` if nothing fails.
 
-    They replace files of the same names; others stay.
+    They replace files of the same names and those that match ``outdated``; others stay. The file called
+    ``last`` is taken away first and comes last, so that it is missing, rather than beside files of another
+    save, if the process is killed in between.
     """
-    new = folder / f"{UNFINISHED}files"
+    new = folder / ADDED
     _remove(new)
     new.mkdir()
     try:
@@ -87,7 +91,10 @@ def adding_to(folder: Path) -> Iterator[Path]:
         files = [path for path in new.rglob("*") if path.is_file()]
         for path in files:
             fsync(path)
-        for path in files:
+        for pattern in (last, *outdated) if last else outdated:
+            for path in folder.glob(pattern):
+                path.unlink()
+        for path in sorted(files, key=lambda path: path == new / last):
             place = folder / path.relative_to(new)
             place.parent.mkdir(parents=True, exist_ok=True)
             path.replace(place)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -29,6 +35,23 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for other writers of a folder, by a lock on the folder that it is in, so that no file is added.
+
+    Where that cannot be locked (Windows, some network drives, a parent that may not be read) nothing is.
+    """
+    parent = folder.resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if fcntl is not None:
+            with suppress(OSError):
+                opened = os.open(parent, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 def try_lock(file: Path) -> BaseFileLock | None:

@@ -21,6 +21,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from saobp.refinement import Refinement
+from saobp.storage.atomic import ADDED
 from saobp.storage.model_folders import looks_local
 from saobp.transformers.apply import (
     attach,
@@ -55,6 +56,8 @@ def load(path: str | PathLike[str], auto_class: Any = None, **kwargs: Any) -> An
         )
     if looks_local(path) and not Path(path).is_dir():
         raise FileNotFoundError(f"there is no folder {str(path)!r} to load a model from")
+    if (Path(path) / ADDED).is_dir() and not (Path(path) / "config.json").exists():
+        raise ValueError(f"a save to {str(path)!r} was interrupted between two files: save the model again")
     if auto_class is None:
         options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         auto_class = saved_class(AutoConfig.from_pretrained(path, **options), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -50,11 +51,15 @@ def forwards_of(
 
 
 class ForwardHooks:
-    """Enters ``measuring`` around each ``every``-th call of a model."""
+    """Enters ``measuring`` around each ``every``-th call of a model.
+
+    Calls of another thread meanwhile are not measured.
+    """
 
     def __init__(self, measuring: Callable[[], AbstractContextManager[None]], every: int) -> None:
         self.measuring, self.every, self.seen = measuring, every, 0
-        self._open: list[ExitStack] = []
+        self._open: dict[int, list[ExitStack]] = {}
+        self._measuring = False
 
     def __deepcopy__(self, _: object) -> ForwardHooks:
         """Hooks that do nothing: a copy of the model made meanwhile, which keeps them, is not measured."""
@@ -94,12 +99,27 @@ class ForwardHooks:
     def _before(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self._open.append(ExitStack())
-        if len(self._open) == 1:
+        calls = self._open.setdefault(threading.get_ident(), [])
+        calls.append(ExitStack())
+        if len(calls) == 1:
             self.seen += 1
-            if (self.seen - 1) % self.every == 0:
-                self._open[0].enter_context(self.measuring())
+            if (self.seen - 1) % self.every == 0 and not self._measuring:
+                calls[0].enter_context(self._alone())
+                calls[0].enter_context(self.measuring())
 
     def _after(self, *_: Any) -> None:
-        if self._open and not torch.compiler.is_compiling():
-            self._open.pop().close()
+        if torch.compiler.is_compiling():
+            return
+        calls = self._open.get(threading.get_ident())
+        if calls:
+            calls.pop().close()
+        if not calls:
+            self._open.pop(threading.get_ident(), None)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = False
