@@ -17,9 +17,14 @@ if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter, which must be asked for before anything imports them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton") is not None:
+        from interpreted_bfloat16 import add_bfloat16
         from quick_interpreter import speed_up
 
+        from saobp.kernels import dispatch
+
         speed_up()
+        add_bfloat16()
+        dispatch.LACKS_BFLOAT16 = False
 
 settings.register_profile("saobp", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("saobp")

@@ -101,9 +101,9 @@ def without_constexpr(value: Any) -> Any:
     return value
 
 
-def product(left: Any, right: Any, kind: np.dtype) -> Any:
+def product(left: Any, right: Any, kind: np.dtype, terms: int | None = None) -> Any:
     """``[m, n]`` times ``[n, k]``, rounded after every 8 or, in half types, 16 terms, as by tensor cores."""
-    steps = max(1, left.shape[1] // (8 if left.dtype == np.float32 else 16))
+    steps = max(1, left.shape[1] // (terms or (8 if left.dtype == np.float32 else 16)))
     lefts = np.moveaxis(left.astype(np.float64).reshape(len(left), steps, -1), 1, 0)
     rights = right.astype(np.float64).reshape(steps, -1, right.shape[1])
     total = np.zeros((len(left), right.shape[1]), kind)

@@ -25,7 +25,7 @@ short_refined_attention = FAMILIES["short"].forward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 7, 37, 64, 111, 128, 129] + ([513, 1023] if GPU else [])
 
 
@@ -89,11 +89,9 @@ def test_a_key_bias(factor: str, length: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("weak_length", [100, 140])
-@pytest.mark.usefixtures("weak_way")
 def test_a_weak_key_bias(weak_length: int) -> None:
-    strength = 0.2 if GPU else 0.05
-    inputs = attention_inputs(1, 2, weak_length, 16, strength=strength, dtype=DTYPES[-1], device=DEVICE)
-    check(inputs, Refinement("high-key-bias", strength), strength, frozen=True)
+    inputs = attention_inputs(1, 2, weak_length, 16, strength=0.2, dtype=torch.bfloat16, device=DEVICE)
+    check(inputs, Refinement("high-key-bias", 0.2), 0.2, frozen=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["short", "long"])
@@ -182,37 +180,20 @@ def test_logarithms_give_the_same(factor: str, dtype: torch.dtype, monkeypatch: 
 
 @pytest.mark.parametrize("gap", [2.0, 5.0, 7.0, 12.0, 90.0] if GPU else [2.0, 5.0, 12.0, 90.0])
 @pytest.mark.parametrize("kind", ["sink", "diagonal"])
-def test_collapsed_heads_of_weak_strength(kind: str, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink that the other rows shun: gradients are what is left after large terms cancel.
-
-    The interpreter has no bfloat16, so float16 goes its way, and weaker: the parabolas are for fewer digits.
-    """
-    dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-        clear_plans()
-    try:
-        inputs = attention_inputs(1, 1, 260, 32, dtype=dtype, strength=strength, device=DEVICE, seed=3)
-        check(collapsed_inputs(inputs, gap, kind), Refinement("high", strength), strength, frozen=True)
-    finally:
-        clear_plans()
+def test_collapsed_heads_of_weak_strength(kind: str, gap: float) -> None:
+    """A sink that the other rows shun: gradients are what is left after large terms cancel."""
+    inputs = attention_inputs(1, 1, 260, 32, dtype=torch.bfloat16, strength=0.2, device=DEVICE, seed=3)
+    check(collapsed_inputs(inputs, gap, kind), Refinement("high", 0.2), 0.2, frozen=True)
 
 
-def test_padding_rows_of_weak_strength_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_rows_of_weak_strength_say_nothing() -> None:
     """They have an output and a gradient all the same, of plain weights times what the others say."""
-    dtype, strength = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-    clear_plans()
-    try:
-        inputs = attention_inputs(
-            2, 1, 140, 16, dtype=dtype, strength=strength, padding="left", device=DEVICE
-        )
-        mask = torch.arange(140, device=DEVICE)[None] >= torch.tensor([[0], [90]], device=DEVICE)
-        inputs = replace(collapsed_inputs(inputs, 4.0, "diagonal"), padding_mask=mask)
-        check(inputs, Refinement("high", strength), strength, frozen=True)
-    finally:
-        clear_plans()
+    inputs = attention_inputs(
+        2, 1, 140, 16, dtype=torch.bfloat16, strength=0.2, padding="left", device=DEVICE
+    )
+    mask = torch.arange(140, device=DEVICE)[None] >= torch.tensor([[0], [90]], device=DEVICE)
+    inputs = replace(collapsed_inputs(inputs, 4.0, "diagonal"), padding_mask=mask)
+    check(inputs, Refinement("high", 0.2), 0.2, frozen=True)
 
 
 @pytest.mark.parametrize("careful", [False, True])
@@ -250,17 +231,10 @@ def test_the_way_of_weak_strengths(
 
 
 @pytest.mark.parametrize("length", [40, 140])
-def test_heads_of_strength_zero_among_weak_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without messages a head is plain attention; the interpreter sends float16 the way of bfloat16."""
-    dtype, strongest = (torch.bfloat16, 0.2) if GPU else (torch.float16, 0.05)
-    if not GPU:
-        monkeypatch.setattr(CallSpec, "precise", 0)
-    clear_plans()
-    try:
-        inputs = attention_inputs(1, 2, length, 16, strength=(0.0, strongest), dtype=dtype, device=DEVICE)
-        check(inputs, Refinement("high", strongest), strongest, frozen=True)
-    finally:
-        clear_plans()
+def test_heads_of_strength_zero_among_weak_ones(length: int) -> None:
+    """Without messages a head is plain attention."""
+    inputs = attention_inputs(1, 2, length, 16, strength=(0.0, 0.2), dtype=torch.bfloat16, device=DEVICE)
+    check(inputs, Refinement("high", 0.2), 0.2, frozen=True)
 
 
 def test_rows_that_underflow_are_done_with_logarithms() -> None:

@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 HALF = torch.bfloat16 if GPU else torch.float16
-"""The interpreter multiplies bfloat16 wrongly."""
 HIGH, LOW = Refinement("high-key-bias", "learned"), Refinement("low-key-bias", "learned")
 FORWARD = {"short": "short_causal_forward", "stored": "causal_output", "sweeps": "causal_output"}
 BACKWARD = {

@@ -19,8 +19,7 @@ pytest.importorskip("triton")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
-"""The interpreter multiplies bfloat16 wrongly."""
+DTYPES = [torch.float16, torch.bfloat16]
 CLIMBS = {"stored": "stored_climb", "sweeps": "causal_value_gradient"}
 
 

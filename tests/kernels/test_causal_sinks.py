@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPE = torch.bfloat16 if GPU else torch.float16
-"""The interpreter multiplies bfloat16 wrongly."""
 REFINEMENT = Refinement("high", 0.2)
 
 

@@ -20,8 +20,7 @@ pytest.importorskip("triton")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
-"""The interpreter multiplies bfloat16 wrongly."""
+DTYPES = [torch.float16, torch.bfloat16]
 HIGH, LOW = Refinement("high", 0.2), Refinement("low", 0.2)
 EACH_FACTOR = pytest.mark.parametrize("refinement", [HIGH, LOW], ids=["high", "low"])
 """Messages that attract have two kernels more, for D."""

@@ -29,7 +29,7 @@ from saobp.transformers import cached_attention
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16 if GPU else torch.float32, torch.float16]
-"""Models use the kernels in half types; the interpreter, which multiplies bfloat16 wrongly, takes float32."""
+"""Models use the kernels in half types; without a GPU float32 is tested in the place of bfloat16."""
 STRENGTHS = (-0.5, 0.0, 0.2, 4.0, 8.0, 1.0)
 needs_kernels = pytest.mark.skipif(not (GPU or dispatch.INTERPRETED), reason="needs a GPU or the interpreter")
 

@@ -15,8 +15,7 @@ from saobp.testing.error_budget import Operation, assert_within_budget, run
 from saobp.testing.inputs import AttentionInputs, attention_inputs, collapsed_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-"""The interpreter multiplies bfloat16 wrongly."""
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 ELEMMUL = saobp.Refinement("elemmul")
 
