@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from returned_families import mean_over_texts
+from returned_families import SHAPE, mean_over_texts
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -24,10 +24,8 @@ from saobp import metrics
 from saobp.testing.tiny_models import tiny_batch
 from saobp.transformers import attention_modules
 
-DECODER: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 64, "pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 8,
-    "initializer_range": 0.5, "attn_implementation": "eager",
+DECODER: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "attn_implementation": "eager",
 }  # fmt: skip
 
 

@@ -43,12 +43,18 @@ def test_a_place_is_looked_at_and_not_made(tmp_path: Path, locked: Path) -> None
 def test_a_parent_that_cannot_be_locked_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a /home that its users may enter and not list."""
 
+    tried: list[Path] = []
+
     def unreadable(path: Path, _: int) -> int:
+        tried.append(path)
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("saobp.storage.locks.os.open", unreadable)
-    with one_at_a_time(tmp_path / "model"):
-        pass
+    with monkeypatch.context() as patched:
+        patched.setattr("saobp.storage.locks.os.open", unreadable)
+        with one_at_a_time(tmp_path / "model"), one_at_a_time(tmp_path / "model"):  # neither waits
+            (tmp_path / "written").write_text("by both")
+    assert tried == [tmp_path.resolve()] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
 def test_a_run_and_a_save_name_the_locked_folder(locked: Path) -> None:

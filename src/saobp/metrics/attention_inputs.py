@@ -173,22 +173,14 @@ def inputs_of(
     if strength.ndim > 1 and strength.shape[1] > 1:
         strength = strength[:, :texts]
     mask = call.mask
+    heads = AttentionInputs(
+        query, key, strength.detach(), refinement, causal=False, scale=call.scaling, softcap=softcap
+    )
     padding: Tensor | None = None
     if call.sequences is None and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         padding = None if mask is None else mask[:texts, -length:].bool()
         applies = mask is not None or call.implementation != "eager"
-        causal = call.is_causal and applies
-        return AttentionInputs(
-            query,
-            key,
-            strength.detach(),
-            refinement,
-            causal,
-            call.scaling,
-            padding,
-            call.window,
-            softcap=softcap,
-        )
+        return replace(heads, causal=call.is_causal and applies, padding_mask=padding, window=call.window)
     graph, bias = call.graph()
     assert graph.visible is not None
     visible = graph.visible[:texts].expand(-1, -1, length, length)
@@ -196,22 +188,14 @@ def inputs_of(
     bias = None if bias is None or not bool(bias.any()) else bias[:texts].expand(-1, -1, length, length)
     if not bool(real.all()):
         padding = real.any(1).expand(len(query), -1)
-    causal = False
     kind = _mask_kind(visible, padding) if linear and bias is None else None
-    if kind is not None:
-        causal = kind == "causal"
-    return AttentionInputs(
-        query,
-        key,
-        strength.detach(),
-        refinement,
-        causal,
-        call.scaling,
-        padding,
+    return replace(
+        heads,
+        causal=kind == "causal",
+        padding_mask=padding,
         visible=visible if kind is None else None,
         bias=bias,
         causal_messages=call.is_causal,
-        softcap=softcap,
     )
 
 
